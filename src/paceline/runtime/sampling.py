@@ -107,9 +107,9 @@ class SamplingParams:
 def _check_number(name: str, value: object, kind: type, low: float, high: float, low_allowed: bool = True) -> None:
     """Raise RequestError unless `value` is a finite `kind` in [low, high] (or (low, high]). A bool is no number."""
     accepted = (int,) if kind is int else (int, float)
-    if isinstance(value, accepted) and not isinstance(value, bool):
-        if (low <= value if low_allowed else low < value) and value <= high:
-            return
+    typed = isinstance(value, accepted) and not isinstance(value, bool)
+    if typed and (low <= value if low_allowed else low < value) and value <= high:
+        return
     noun = "an integer" if kind is int else "a number"
     above = "at least" if low_allowed else "above"
     bound = f"{above} {low}" + ("" if high == _INT64 else f" and at most {high}")
@@ -297,20 +297,20 @@ def _penalize(logits: torch.Tensor, sequence: Sequence, draft_token_ids: Sequenc
 
 def _lowest_kept_logit(row: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """The smallest logit of `row` (float32 [vocab], shifted and scaled) that top-k, top-p and min-p keep: a scalar."""
-    kept = row
+    kept, cutoff = row, row.new_tensor(-math.inf)
     if 0 < sampling.top_k < len(row):
-        kept = row.topk(sampling.top_k).values
-        kept = row[row >= kept[-1]]
-    cutoff = kept.amin()
+        cutoff = row.topk(sampling.top_k).values[-1]
+        kept = row[row >= cutoff]
     if sampling.top_p < 1.0:
         probabilities = torch.softmax(kept, dim=0)
         # Tokens below this weigh less than 1 - top_p all together: the nucleus lies among the others, often a hundred
         # out of 150,000, and only those are sorted.
         likely = probabilities >= (1.0 - sampling.top_p) / len(kept)
-        ordered, order = probabilities[likely].sort(descending=True)
-        reached = torch.cumsum(ordered, dim=0, dtype=torch.float64) >= sampling.top_p
-        last = int(reached.int().argmax()) if bool(reached[-1]) else len(ordered) - 1
-        cutoff = kept[likely][order[last]]
+        kept, probabilities = kept[likely], probabilities[likely]
+        ordered = probabilities.sort(descending=True).values
+        num_short = int((torch.cumsum(ordered, dim=0, dtype=torch.float64) < sampling.top_p).sum())
+        least = ordered[min(num_short, len(ordered) - 1)]
+        cutoff = kept[probabilities >= least].amin()
     if sampling.min_p > 0.0:
         cutoff = torch.maximum(cutoff, row.amax() + math.log(sampling.min_p))
     return cutoff
