@@ -32,7 +32,7 @@ class _Cached:
 
     block_table: list[int]
     num_computed_tokens: int
-    num_known_tokens: int = 0
+    num_known_tokens: int
     draft_token_ids: list[int] = field(default_factory=list)
 
 
@@ -84,13 +84,19 @@ class ModelDrafter:
         active = jobs
         while active:
             active = [job for job in active if self._make_room(job)]
+            if not active:
+                break
             for job, token_id in zip(active, self._choose(active, self._forward(active)), strict=True):
                 job.cached.draft_token_ids.append(token_id)
                 job.pending = [token_id]
             active = [job for job in active if not self._complete(job)]
         for job in jobs:
-            probabilities = torch.stack(job.probabilities) if job.probabilities else None
-            drafts[job.index] = Draft(list(job.cached.draft_token_ids), probabilities, "draft")
+            cached = job.cached
+            num_known_computed = min(cached.num_computed_tokens, cached.num_known_tokens)
+            self._kv_cache.publish(cached.block_table, job.sequence.token_ids, num_known_computed)
+            if cached.draft_token_ids:
+                probabilities = torch.stack(job.probabilities) if job.probabilities else None
+                drafts[job.index] = Draft(list(cached.draft_token_ids), probabilities, "draft")
         return drafts
 
     def observe(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
@@ -109,13 +115,15 @@ class ModelDrafter:
             return None
         cached = self._cached.get(sequence.sequence_id)
         if cached is None:
-            cached = self._cached[sequence.sequence_id] = _Cached(*self._kv_cache.match_prefix(token_ids))
+            cached = _Cached(*self._kv_cache.match_prefix(token_ids), num_known_tokens=len(token_ids))
+            self._cached[sequence.sequence_id] = cached
         num_valid = cached.num_known_tokens
         for token_id in cached.draft_token_ids:
             if num_valid >= len(token_ids) or token_ids[num_valid] != token_id:
                 break
             num_valid += 1
-        if cached.num_known_tokens and cached.num_computed_tokens > num_valid:
+        num_valid = min(num_valid, len(token_ids) - 1)  # the last known token's logits are needed in any case
+        if cached.num_computed_tokens > num_valid:
             cached.num_computed_tokens = num_valid
             self._kv_cache.truncate(cached.block_table, num_valid)
         cached.num_known_tokens, cached.draft_token_ids = len(token_ids), []
@@ -146,11 +154,11 @@ class ModelDrafter:
                 num_left -= num_rows
                 room -= num_rows
                 if room == 0:
-                    logits.append(self._forward_chunk(chunk))
+                    logits.append(self._forward_chunk(chunk).clone())  # the next pass overwrites it
                     chunk, room = [], self._backend.max_rows
         if chunk:
             logits.append(self._forward_chunk(chunk))
-        return logits[0] if len(logits) == 1 else torch.cat(logits) if logits else torch.empty(0, self._vocab_size)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _forward_chunk(self, chunk: list[tuple[_Drafting, int]]) -> torch.Tensor:
         """One forward pass; advances its jobs. Logits of the jobs whose pending tokens end with it."""
@@ -171,8 +179,7 @@ class ModelDrafter:
                 logit_rows.append(len(token_ids) - 1)
         arrays = (np.array(values, dtype=np.int32) for values in (token_ids, positions, sequence_of_row))
         logits = self._backend.forward(StepBatch(*arrays, block_tables, np.array(logit_rows, dtype=np.int32)))
-        # Logits are valid until the next pass only; a chunk that is not the last is followed by one.
-        return logits[:, : self._vocab_size].clone()
+        return logits[:, : self._vocab_size]
 
     def _choose(self, jobs: list[_Drafting], logits: torch.Tensor) -> list[int]:
         """The next draft token of each job, drawn as the target will draw it."""
@@ -201,7 +208,5 @@ class ModelDrafter:
     def _complete(self, job: _Drafting) -> bool:
         """Whether to stop drafting: enough tokens, or one that ends the sequence if accepted."""
         sampling, drafted = job.sequence.sampling, job.cached.draft_token_ids
-        if len(drafted) == 1:  # its context is computed: others with the same prompt may use it
-            self._kv_cache.publish(job.cached.block_table, job.sequence.token_ids, job.cached.num_computed_tokens)
-        ends = drafted[-1] in sampling.stop_token_ids or (drafted[-1] in self._eos_token_ids and not sampling.ignore_eos)
-        return ends or len(drafted) >= job.limit
+        is_eos = drafted[-1] in self._eos_token_ids and not sampling.ignore_eos
+        return is_eos or drafted[-1] in sampling.stop_token_ids or len(drafted) >= job.limit

@@ -66,7 +66,7 @@ class MatchIndex:
         return None if best_end < 0 else Match(best_length, best_end)
 
     def _match_length(self, end: int, tail: SequenceOf[int], to_beat: int) -> int:
-        """How many tokens before `end` equal the last of `tail`; 0 if that is not above `to_beat` or nothing follows."""
+        """How many tokens before `end` equal the last of `tail`; 0 if not above `to_beat`, or if nothing follows."""
         tokens = self.tokens
         if end <= to_beat or tokens[end - to_beat - 1] != tail[-to_beat - 1] or tokens[end] == _SEPARATOR:
             return 0
