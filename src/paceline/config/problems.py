@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.config.options import REQUIRED, expectation, field_at, list_options, section_of
+from paceline.config.options import expectation, field_at, list_options, section_of
 from paceline.config.schema import Config, Options
 from paceline.errors import ConfigError
 
@@ -108,7 +108,9 @@ def _advice(info: Any, details: Any) -> str:
 
 
 def _doc(info: Any) -> str:
-    doc = info.description or "Correct the value."
+    doc = info.description
+    if not doc:
+        return "Correct it." if info.is_required() else "Correct it, or remove it."
     if info.is_required() or section_of(info) is not None:
         return doc
     return doc if info.default is None else f"{doc} The default is {shown(info.default)}."
@@ -123,7 +125,9 @@ def unknown_option(location: tuple[Any, ...], model: type[Options], where: str |
 
 
 def _nearest(name: str, parent: str, siblings: list[str], model: type[Options]) -> str:
-    by_leaf = {option.path.rsplit(".", 1)[-1]: option.path for option in list_options(model)}
+    by_leaf: dict[str, str] = {}
+    for option in list_options(model):
+        by_leaf.setdefault(option.path.rsplit(".", 1)[-1], option.path)
     if model is Config and name in KNOWN_ELSEWHERE:
         target = KNOWN_ELSEWHERE[name]
         return f"It is {target}." if " " in target else f"Here it is called `{target}`."
@@ -174,9 +178,4 @@ def shown(value: Any) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError):
         text = json.dumps(f"a {type(value).__name__}")
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 4]}...{text[:1] * (text[0] == chr(34))}"
-
-
-def is_required(default: Any) -> bool:
-    """Whether an option's default says that there is none."""
-    return default is REQUIRED
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."

@@ -39,8 +39,9 @@ def _flag(value: Any) -> Any:
     return _YES_NO.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _section(value: Any) -> Any:
-    return {} if value is None else value  # `build:` with nothing under it is an empty section
+def empty_section(value: Any) -> Any:
+    """Read `build:` with nothing under it as an empty section."""
+    return {} if value is None else value
 
 
 Flag = Annotated[bool, BeforeValidator(_flag), Field(strict=True)]
@@ -152,7 +153,7 @@ class SpeculationOptions(Options):
     num_draft_tokens: Integer | None = Field(
         None, ge=1, le=MAX_DRAFT_TOKENS, description="Most tokens drafted per round; unset lets the builder choose."
     )
-    suffix: Annotated[SuffixOptions, BeforeValidator(_section)] = Field(
+    suffix: Annotated[SuffixOptions, BeforeValidator(empty_section)] = Field(
         default_factory=SuffixOptions, description="Options of the suffix drafter."
     )
 
@@ -229,13 +230,13 @@ class Config(Options):
     max_seq_len: Integer | None = Field(
         None, ge=1, le=MAX_SEQ_LEN, description="Most tokens of prompt and output together; unset is the model's own."
     )
-    speculation: Annotated[SpeculationOptions, BeforeValidator(_section)] = Field(
+    speculation: Annotated[SpeculationOptions, BeforeValidator(empty_section)] = Field(
         default_factory=SpeculationOptions, description="How tokens are guessed ahead."
     )
-    build: Annotated[BuildOptions, BeforeValidator(_section)] = Field(
+    build: Annotated[BuildOptions, BeforeValidator(empty_section)] = Field(
         default_factory=BuildOptions, description="What is fixed when the engine is built."
     )
-    runtime: Annotated[RuntimeOptions, BeforeValidator(_section)] = Field(
+    runtime: Annotated[RuntimeOptions, BeforeValidator(empty_section)] = Field(
         default_factory=RuntimeOptions, description="What may change between two starts of the same engine."
     )
 
