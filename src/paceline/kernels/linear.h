@@ -1,0 +1,230 @@
+// Linear layers over packed weights, reading every weight from memory once whatever the number of rows.
+//
+// Weights are stored in blocks of 16 outputs: int8 as uint8[out/16][in/4][16][4] holding q + 128, bf16 and float32 as
+// [out/16][in][16]. Rows come in tiles of 1, 2, 4 or 8 with the tile's rows interleaved, so that one address
+// register and constant offsets reach all of them. The sum of one (row, output) runs over the inputs in one fixed order
+// in every tile width: a row's bits do not depend on its neighbours.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "vector.h"
+
+namespace paceline {
+
+enum WeightKind : int32_t { INT8 = 0, BF16 = 1, FLOAT32 = 2 };
+
+struct Linear {
+    const void* weight;
+    const float* scale;  // [out], int8 only
+    const float* bias;   // [out] or null
+    int32_t kind, in, out, group;  // group: inputs that share one activation scale (int8 only)
+
+    int blocks() const { return (out + LANES - 1) / LANES; }
+};
+
+constexpr int MAX_TILE = 8;
+
+static inline int tile_width(int rows) {
+    int width = 1;
+    while (width < rows) width *= 2;
+    return width;
+}
+
+// The rows of one linear layer's input, quantised or not, in tiles.
+struct Activations {
+    std::vector<int8_t> quantised;  // [tile][in/4][width][4]
+    std::vector<float> values;      // [tile][in][width], for bf16 and float32 weights
+    std::vector<float> scales;      // [row][groups]
+    std::vector<int32_t> offsets;   // [row][groups], -128 * sum of the group's quantised inputs
+    int rows = 0;
+
+    void reserve(int max_rows, int max_in) {
+        const size_t padded = size_t(max_rows + MAX_TILE) * max_in;
+        quantised.assign(padded, 0);
+        values.assign(padded, 0.0f);
+        scales.assign(padded / 4, 0.0f);
+        offsets.assign(padded / 4, 0);
+    }
+    int num_tiles() const { return (rows + MAX_TILE - 1) / MAX_TILE; }
+    int width(int tile) const { return tile_width(std::min(rows - tile * MAX_TILE, MAX_TILE)); }
+
+    // Take one row of float32 inputs in the form that `layer` wants. Symmetric int8 per group: scale = max|x| / 127.
+    void set_row(int row, const float* x, const Linear& layer) {
+        const int tile = row / MAX_TILE, lane = row % MAX_TILE, w = width(tile);
+        if (layer.kind != INT8) {
+            float* out = values.data() + size_t(tile) * MAX_TILE * layer.in + lane;
+            for (int k = 0; k < layer.in; ++k) out[size_t(k) * w] = x[k];
+            return;
+        }
+        const int groups = layer.in / layer.group;
+        int8_t* out = quantised.data() + size_t(tile) * MAX_TILE * layer.in + lane * 4;
+        for (int g = 0; g < groups; ++g) {
+            const float* xs = x + g * layer.group;
+            f32x16 top = splat(0.0f);
+            int k = 0;
+            for (; k + LANES <= layer.group; k += LANES) top = maximum(top, absolute(load(xs + k)));
+            float largest = maximum(top);
+            for (; k < layer.group; ++k) largest = std::max(largest, std::fabs(xs[k]));
+            const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+            i32x16 totals = splat(0);
+            int32_t total = 0;
+            for (k = 0; k < layer.group; k += 4) {
+                if (k % LANES == 0 && k + LANES <= layer.group) {
+                    const i32x16 q = round_to_int(load(xs + k) * splat(inverse));
+                    totals += q;
+                    int32_t wide[LANES]; std::memcpy(wide, &q, 64);
+                    int8_t narrow[LANES];
+                    for (int i = 0; i < LANES; ++i) narrow[i] = int8_t(wide[i]);
+                    for (int i = 0; i < 4; ++i)
+                        std::memcpy(out + size_t((g * layer.group + k) / 4 + i) * w * 4, narrow + 4 * i, 4);
+                    k += LANES - 4;
+                } else {
+                    for (int i = 0; i < 4; ++i) {
+                        const int8_t q = int8_t(std::nearbyint(xs[k + i] * inverse));
+                        total += q;
+                        out[size_t((g * layer.group + k) / 4) * w * 4 + i] = q;
+                    }
+                }
+            }
+            for (int i = 0; i < LANES; ++i) total += totals[i];
+            scales[size_t(row) * groups + g] = largest / 127.0f;
+            offsets[size_t(row) * groups + g] = -128 * total;
+        }
+    }
+};
+
+#if defined(__AVX512VNNI__) && !defined(PACELINE_PORTABLE)
+typedef __m512i Bytes;
+static inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline int32_t load_four(const int8_t* p) { int32_t four; std::memcpy(&four, p, 4); return four; }
+// acc[lane] += sum over four neighbours of weight (unsigned) * input (signed): exact in int32.
+static inline i32x16 dot4(i32x16 acc, Bytes weight, int32_t four) {
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, weight, _mm512_set1_epi32(four));
+}
+#else
+typedef const uint8_t* Bytes;
+static inline Bytes load_bytes(const uint8_t* p) { return p; }
+static inline const int8_t* load_four(const int8_t* p) { return p; }
+static inline i32x16 dot4(i32x16 acc, Bytes weight, const int8_t* x) {
+    for (int i = 0; i < LANES; ++i)
+        acc[i] += int32_t(weight[4 * i]) * x[0] + int32_t(weight[4 * i + 1]) * x[1] +
+                  int32_t(weight[4 * i + 2]) * x[2] + int32_t(weight[4 * i + 3]) * x[3];
+    return acc;
+}
+#endif
+
+// What a pass over one tile asks of memory meanwhile: the next blocks' weights, shared out over the tiles so that
+// computing and reading overlap. `first` and `count` are in blocks beyond those being computed.
+struct Prefetch { int first, count; };
+
+template <int B> static inline void prefetch(const uint8_t* next, size_t stride, Prefetch ahead) {
+    for (int b = 0; b < B; ++b)
+        if (b < ahead.count) __builtin_prefetch(next + (ahead.first + b) * stride, 0, 2);
+}
+
+// One tile of W rows against B neighbouring blocks of 16 outputs: out[b * W + r].
+template <int W, int B>
+static inline void tile_int8(const Activations& x, int tile, int rows, const Linear& layer, int block, Prefetch ahead,
+                             f32x16* out) {
+    const int groups = layer.in / layer.group, steps = layer.group / 4;
+    const int8_t* q = x.quantised.data() + size_t(tile) * MAX_TILE * layer.in;
+    const size_t stride = size_t(layer.in) * LANES;
+    const uint8_t* weight = static_cast<const uint8_t*>(layer.weight) + block * stride;
+    const uint8_t* next = weight + B * stride;
+    for (int i = 0; i < W * B; ++i) out[i] = splat(0.0f);
+    for (int g = 0; g < groups; ++g) {
+        i32x16 acc[B][W];
+#pragma GCC unroll 8
+        for (int r = 0; r < W; ++r)
+            for (int b = 0; b < B; ++b)
+                acc[b][r] = splat(r < rows ? x.offsets[size_t(tile * MAX_TILE + r) * groups + g] : 0);
+        for (int s = 0; s < steps; ++s, weight += 4 * LANES, next += 4 * LANES, q += 4 * W) {
+            Bytes w[B];
+#pragma GCC unroll 4
+            for (int b = 0; b < B; ++b) w[b] = load_bytes(weight + b * stride);
+            prefetch<B>(next, stride, ahead);
+#pragma GCC unroll 8
+            for (int r = 0; r < W; ++r) {
+                const auto four = load_four(q + 4 * r);
+#pragma GCC unroll 4
+                for (int b = 0; b < B; ++b) acc[b][r] = dot4(acc[b][r], w[b], four);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < W; ++r) {
+            const f32x16 scale = splat(r < rows ? x.scales[size_t(tile * MAX_TILE + r) * groups + g] : 0.0f);
+            for (int b = 0; b < B; ++b)
+                out[b * W + r] = fma(__builtin_convertvector(acc[b][r], f32x16), scale, out[b * W + r]);
+        }
+    }
+    for (int b = 0; b < B; ++b) {
+        const f32x16 scale = load(layer.scale + (block + b) * LANES);
+        for (int r = 0; r < W; ++r) out[b * W + r] = out[b * W + r] * scale;
+    }
+}
+
+template <int W, int B, typename Weight>
+static inline void tile_float(const Activations& x, int tile, const Linear& layer, int block, f32x16* out) {
+    const float* values = x.values.data() + size_t(tile) * MAX_TILE * layer.in;
+    const Weight* weight = static_cast<const Weight*>(layer.weight) + size_t(block) * layer.in * LANES;
+    const size_t next_block = size_t(layer.in) * LANES;
+    f32x16 acc[B][W];
+    for (int b = 0; b < B; ++b)
+        for (int r = 0; r < W; ++r) acc[b][r] = splat(0.0f);
+    for (int k = 0; k < layer.in; ++k, weight += LANES, values += W)
+#pragma GCC unroll 4
+        for (int b = 0; b < B; ++b) {
+            const f32x16 w = load(weight + b * next_block);
+#pragma GCC unroll 8
+            for (int r = 0; r < W; ++r) acc[b][r] = fma(w, splat(values[r]), acc[b][r]);
+        }
+    for (int b = 0; b < B; ++b)
+        for (int r = 0; r < W; ++r) out[b * W + r] = acc[b][r];
+}
+
+template <int W, int B, typename Epilogue>
+static inline void tile(const Activations& x, int t, const Linear& layer, int block, Prefetch ahead, Epilogue&& epilogue) {
+    const int rows = std::min(x.rows - t * MAX_TILE, W);
+    f32x16 out[W * B];
+    if (layer.kind == INT8) tile_int8<W, B>(x, t, rows, layer, block, ahead, out);
+    else if (layer.kind == BF16) tile_float<W, B, bf16>(x, t, layer, block, out);
+    else tile_float<W, B, float>(x, t, layer, block, out);
+    for (int b = 0; b < B; ++b)
+        for (int r = 0; r < rows; ++r) {
+            f32x16 y = out[b * W + r];
+            if (layer.bias) y = y + load(layer.bias + (block + b) * LANES);
+            epilogue(t * MAX_TILE + r, block + b, y);
+        }
+}
+
+// B blocks for every tile of rows. The last tile may be narrow.
+template <int B, typename Epilogue>
+static inline void tiles(const Activations& x, const Linear& layer, int block, int last, Epilogue&& epilogue) {
+    const bool more = block + 2 * B <= last;
+    for (int t = 0; t < x.num_tiles(); ++t) {
+        // Few rows leave the hardware's own prefetching enough time. Otherwise one tile fetches all of the next
+        // blocks, and of more tiles each of the first B fetches one.
+        const Prefetch ahead = !more || x.rows <= 4 ? Prefetch{0, 0}
+                               : x.num_tiles() == 1 ? Prefetch{0, B}
+                                                    : Prefetch{t, t < B ? 1 : 0};
+        switch (x.width(t)) {
+            case 1: tile<1, B>(x, t, layer, block, ahead, epilogue); break;
+            case 2: tile<2, B>(x, t, layer, block, ahead, epilogue); break;
+            case 4: tile<4, B>(x, t, layer, block, ahead, epilogue); break;
+            default: tile<8, B>(x, t, layer, block, ahead, epilogue);
+        }
+    }
+}
+
+// Compute blocks [first, last) for all rows; epilogue(row, block, f32x16) takes each result.
+template <typename Epilogue>
+static inline void linear(const Activations& x, const Linear& layer, int first, int last, Epilogue&& epilogue) {
+    int block = first;
+    // Four blocks at once hide the latency of few rows' sums; eight rows by two blocks fill the registers.
+    if (x.rows <= 4)
+        for (; block + 4 <= last; block += 4) tiles<4>(x, layer, block, last, epilogue);
+    for (; block + 2 <= last; block += 2) tiles<2>(x, layer, block, last, epilogue);
+    for (; block < last; ++block) tiles<1>(x, layer, block, last, epilogue);
+}
+
+}  // namespace paceline
