@@ -61,24 +61,38 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 @dataclass(frozen=True)
+class TextSettings:
+    """What turns text into token ids and back, and says when to stop.
+
+    `special_tokens` are the strings chat templates ask for (`bos_token`, `eos_token`, ...). `default_sampling` is what
+    the publisher recommends, by OpenAI or vLLM parameter name.
+    """
+
+    tokenizer: tokenizers.Tokenizer
+    chat_template: str | None
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None
+    special_tokens: Mapping[str, str]
+    default_sampling: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A model as published, whatever the format. Validated: `tensors` holds exactly `expected_tensors(architecture)`.
 
-    `source` says where it came from, pinned (hub commit included). `digest` changes when any part does, and not when the
-    files only move (sha256; of each tensor only a sample is read). `special_tokens` are the strings chat templates ask
-    for (`bos_token`, `eos_token`, ...). `default_sampling` is what generation_config.json recommends, by OpenAI or vLLM
-    parameter name.
+    `source` says where it came from, pinned (hub commit included). `digest` changes when any part does, but not when
+    the files only move (sha256; of each tensor only a sample is read). The last fields are those of TextSettings.
     """
 
     source: str
     architecture: Architecture
     tensors: LazyTensors
     tokenizer: tokenizers.Tokenizer
-    chat_template: str | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-    bos_token_id: int | None = None
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    chat_template: str | None
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None
+    special_tokens: Mapping[str, str]
+    default_sampling: Mapping[str, float]
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -6,29 +6,17 @@ Knows the files they live in and which wins. Knows nothing of weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from paceline.checkpoints.checkpoint import TextSettings
 from paceline.checkpoints.json_files import read_json_if_present
 from paceline.errors import CheckpointError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-
-
-@dataclass(frozen=True)
-class TextSettings:
-    """What turns text into token ids and back, and says when to stop. Fields as in Checkpoint."""
-
-    tokenizer: tokenizers.Tokenizer
-    chat_template: str | None
-    eos_token_ids: frozenset[int]
-    bos_token_id: int | None
-    special_tokens: Mapping[str, str]
-    default_sampling: Mapping[str, float]
 
 
 def read_text_settings(directory: Path, config: Mapping[str, Any]) -> TextSettings:

@@ -43,17 +43,7 @@ def open_directory(directory: Path, source: str | None = None) -> Checkpoint:
     rename = _renamer(config, architecture.tie_word_embeddings)
     tensors = LazyTensors(read_safetensors(directory, rename))
     text = read_text_settings(directory, config)
-    return Checkpoint(
-        source=source or str(directory.resolve()),
-        architecture=architecture,
-        tensors=tensors,
-        tokenizer=text.tokenizer,
-        chat_template=text.chat_template,
-        eos_token_ids=text.eos_token_ids,
-        bos_token_id=text.bos_token_id,
-        special_tokens=text.special_tokens,
-        default_sampling=text.default_sampling,
-    )
+    return Checkpoint(source or str(directory.resolve()), architecture, tensors, **vars(text))
 
 
 def _renamer(config: Mapping[str, Any], tie_word_embeddings: bool) -> Callable[[str], str | None]:
