@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tiny_checkpoints import make_tiny
 
 

@@ -141,9 +141,7 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def _file_layers(
-    text: str, name: str, kind: OriginKind, problems: list[Problem], notes: list[Note]
-) -> list[_Layer]:
+def _file_layers(text: str, name: str, kind: OriginKind, problems: list[Problem], notes: list[Note]) -> list[_Layer]:
     """The layers of one file: the preset it names, if any, then itself."""
     parsed = parse_yaml(text, name)
     if parsed.value is None:
@@ -167,9 +165,7 @@ def _file_layers(
     return [*below, _Layer(tree, origins)]
 
 
-def _truss_layer(
-    parsed: YamlTree, name: str, kind: OriginKind, problems: list[Problem], notes: list[Note]
-) -> _Layer:
+def _truss_layer(parsed: YamlTree, name: str, kind: OriginKind, problems: list[Problem], notes: list[Note]) -> _Layer:
     translation = translate_truss(parsed.value, lambda path: _place(name, parsed, path))
     if translation.problems:
         raise config_error(translation.problems, name)
@@ -181,7 +177,7 @@ def _truss_layer(
 
 
 def _place(name: str, parsed: YamlTree, path: str) -> str:
-    """"FILE:LINE" of a path, or of the nearest section around it that was written."""
+    """The `FILE:LINE` of a path, or of the nearest section around it that was written."""
     while path and path not in parsed.lines:
         path = path.rpartition(".")[0]
     line = parsed.lines.get(path) if path else None

@@ -76,7 +76,7 @@ def expectation(info: FieldInfo) -> str:
     if kind is float:
         return f"a number{bounds}{optional}"
     if kind is str:
-        return f"text{optional}"
+        return f"one line of text{optional}"
     if kind is ModelReference:
         return REFERENCE_FORMS + optional
     if kind is Any:

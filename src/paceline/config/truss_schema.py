@@ -12,7 +12,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from paceline.config.schema import MAX_BATCH_SIZE, MAX_DRAFT_TOKENS, MAX_SEQ_LEN, Flag, Integer, Options, Text, empty_section
+from paceline.config.schema import (
+    MAX_BATCH_SIZE,
+    MAX_DRAFT_TOKENS,
+    MAX_SEQ_LEN,
+    Flag,
+    Integer,
+    Options,
+    Text,
+    empty_section,
+)
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,9 @@ class TrussCheckpoint(Options):
         Translated("`HF` is a hub id and `LOCAL` a directory; the others are refused"),
     ] = "HF"
     revision: Annotated[Text | None, Translated("the revision of the model reference")] = None
-    runtime_secret_name: Annotated[
-        Text | None, NoEffect("the hub token is read from the environment (`HF_TOKEN`)")
-    ] = None
+    runtime_secret_name: Annotated[Text | None, NoEffect("the hub token is read from the environment (`HF_TOKEN`)")] = (
+        None
+    )
 
 
 class TrussPlugins(Options):
@@ -156,7 +165,7 @@ class TrussModelBuild(Options):
 class TrussSpeculator(Options):
     speculative_decoding_mode: Annotated[
         Literal["DRAFT_TOKENS_EXTERNAL", "LOOKAHEAD_DECODING"],
-        Translated("`speculation.method`: `draft`, or `suffix` for lookahead"),
+        Translated("`speculation.method`: `auto` with the draft model, `suffix` for lookahead"),
     ] = "DRAFT_TOKENS_EXTERNAL"
     num_draft_tokens: Annotated[
         Integer | None, Field(ge=1, le=MAX_DRAFT_TOKENS), Translated("`speculation.num_draft_tokens`")
@@ -164,7 +173,9 @@ class TrussSpeculator(Options):
     checkpoint_repository: Annotated[TrussCheckpoint | None, Translated("`speculation.draft`")] = None
     build: Annotated[TrussModelBuild | None, Translated("`speculation.draft` and `build.draft_quantization`")] = None
     runtime: Annotated[
-        TrussRuntime | None, BeforeValidator(empty_section), NoEffect("the draft model runs in the target's loop and memory")
+        TrussRuntime | None,
+        BeforeValidator(empty_section),
+        NoEffect("the draft model runs in the target's loop and memory"),
     ] = None
     lookahead_windows_size: Annotated[Integer | None, Field(ge=1), Translated("sets the draft length")] = None
     lookahead_ngram_size: Annotated[Integer | None, Field(ge=1), Translated("sets the draft length")] = None

@@ -64,7 +64,8 @@ def parse_yaml(text: str, name: str) -> YamlTree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{name} is not valid YAML{place}: {error.problem}", _yaml_hint(str(error.problem))) from None
+        reason = ", ".join(filter(None, [error.context, error.problem]))
+        raise ConfigError(f"{name} is not valid YAML{place}: {reason}", _yaml_hint(reason)) from None
     except yaml.YAMLError:
         raise ConfigError(f"{name} is not text: it has control characters", "Give a YAML file.") from None
     except RecursionError:
@@ -72,10 +73,10 @@ def parse_yaml(text: str, name: str) -> YamlTree:
     return YamlTree(None) if node is None else _Builder(name).build(node)
 
 
-def _yaml_hint(problem: str) -> str:
-    if "\\t" in problem:
+def _yaml_hint(reason: str) -> str:
+    if "\\t" in reason:
         return "Indent with spaces; YAML takes no tabs."
-    if "single document" in problem:
+    if "single document" in reason:
         return "Keep one document; remove the `---` that starts the second."
     return "Check the indentation, the quotes and the space after each colon near there."
 

@@ -43,8 +43,8 @@ def cpu_features() -> str:
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: `$PACELINE_CACHE`, else the user's cache folder."""
-    root = os.environ.get("PACELINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where compiled kernels are kept: `$XDG_CACHE_HOME` or `~/.cache`, in a folder of our own."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "paceline" / "kernels"
 
 
@@ -86,7 +86,7 @@ def compile_kernels(
     except OSError as error:
         raise BuildError(
             f"cannot write compiled kernels to `{library.parent}`: {error}",
-            hint="free some space or set PACELINE_CACHE to a writable folder.",
+            hint="free some space or set XDG_CACHE_HOME to a writable folder.",
         ) from error
     return library
 

@@ -10,7 +10,7 @@ using namespace paceline;
 
 extern "C" {
 
-// Mirrors of the ctypes structures in model/native.py.
+// Mirrors of the ctypes structures in runtime/backend_native.py.
 struct LayerWeights {
     Linear qkv, o, gate_up, down;  // gate_up: blocks of 16 gate outputs and 16 up outputs alternate
     const float *attention_norm, *q_norm, *k_norm, *post_attention_norm, *ffn_norm, *post_ffn_norm;

@@ -39,6 +39,13 @@ _BOUNDS: dict[str, tuple[type, float, float, bool]] = {
     "logprobs": (int, 0, 20, True),
 }
 _OPTIONAL = ("seed", "max_tokens", "logprobs")
+_TYPES: dict[str, tuple[type, str]] = {
+    "logit_bias": (Mapping, "a mapping from token id to bias"),
+    "stop": (tuple, "a tuple of non-empty strings"),
+    "stop_token_ids": (tuple, "a tuple of token ids"),
+    "ignore_eos": (bool, "true or false"),
+    "include_stop_str_in_output": (bool, "true or false"),
+}
 
 
 @dataclass(frozen=True)
@@ -72,17 +79,16 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _check_number(name, value, kind, low, high, low_allowed)
+        for name, (kind, noun) in _TYPES.items():
+            if not isinstance(getattr(self, name), kind):
+                raise _refusal(name, noun, getattr(self, name))
         for token_id, bias in self.logit_bias.items():
             _check_number("logit_bias", token_id, int, 0, _INT64)
             _check_number("logit_bias", bias, float, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _check_number("stop_token_ids", token_id, int, 0, _INT64)
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestError(
-                f"`stop` must be a tuple of non-empty strings, got {self.stop!r}.",
-                "leave `stop` out to stop at the end-of-sequence token only",
-                field="stop",
-            )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise _refusal("stop", _TYPES["stop"][1], self.stop)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"`min_tokens` must be at most `max_tokens` ({self.max_tokens}), got {self.min_tokens}.",
@@ -113,7 +119,13 @@ def _check_number(name: str, value: object, kind: type, low: float, high: float,
     noun = "an integer" if kind is int else "a number"
     above = "at least" if low_allowed else "above"
     bound = f"{above} {low}" + ("" if high == _INT64 else f" and at most {high}")
-    raise RequestError(f"`{name}` must be {noun} {bound}, got {value!r}.", f"give a value for `{name}` in range", name)
+    raise _refusal(name, f"{noun} {bound}", value)
+
+
+def _refusal(name: str, wanted: str, value: object) -> RequestError:
+    shown = repr(value) if len(repr(value)) <= 100 else repr(value)[:97] + "..."
+    hint = f"give `{name}` a value as described, or leave it out for the default"
+    return RequestError(f"`{name}` must be {wanted}, got {shown}.", hint, field=name)
 
 
 # --- drawing -----------------------------------------------------------------------------------------------------

@@ -41,17 +41,23 @@ class AcceptanceRate:
 
     def update(self, num_accepted: int, num_draft_tokens: int) -> None:
         num_judged = min(num_accepted + 1, num_draft_tokens)
-        keep = max(0.0, 1.0 - num_judged / _MEMORY_TOKENS)
-        self.num_judged = self.num_judged * keep + num_judged
-        self.num_accepted = self.num_accepted * keep + num_accepted
+        self.fade(num_judged)
+        self.num_judged += num_judged
+        self.num_accepted += num_accepted
+
+    def fade(self, num_tokens: int) -> None:
+        """Let `num_tokens` tokens' worth of what was learnt go."""
+        keep = max(0.0, 1.0 - num_tokens / _MEMORY_TOKENS)
+        self.num_judged *= keep
+        self.num_accepted *= keep
 
 
 class HybridDrafter:
     """For each sequence, whichever of a suffix match and the draft model has the higher expected speedup.
 
     The estimate for a suffix match depends on its length in powers of two. Suffix proposals that were not chosen are
-    judged too, against the tokens that came, so their estimate never goes stale; the model's is refreshed wherever
-    nothing matches. `costs` are those of the draft model; a suffix lookup is taken to cost nothing.
+    judged too, against the tokens that came, so their estimate never goes stale; the model's fades towards its prior
+    while it is passed over, so it is tried again. `costs` are those of the draft model; a suffix lookup is taken to cost nothing.
     """
 
     def __init__(self, suffix: SuffixDrafter, model: ModelDrafter, costs: CostTable):
@@ -100,7 +106,10 @@ class HybridDrafter:
         if not len(offer):
             return True
         suffix_speedup = speedup([self._suffix_rate(match_length).value] * len(offer), self._suffix_costs)
-        return speedup([self._model_rate.value] * limit, self._model_costs) > suffix_speedup
+        prefers_model = speedup([self._model_rate.value] * limit, self._model_costs) > suffix_speedup
+        if not prefers_model:
+            self._model_rate.fade(1)
+        return prefers_model
 
     def _suffix_rate(self, match_length: int) -> AcceptanceRate:
         """The estimate for matches about this long. Before any evidence, longer ones are trusted more: a match of L
