@@ -18,7 +18,7 @@ from paceline.config.options import section_of
 from paceline.config.problems import Problem, config_error, join_path, problems_of, shown, unknown_option
 from paceline.config.schema import Config
 from paceline.config.truss import Note, is_truss, translate_truss
-from paceline.config.yaml_text import MAX_TEXT_BYTES, YamlTree, parse_yaml
+from paceline.config.yaml_text import MAX_TEXT_BYTES, YamlTree, parse_yaml, too_large
 from paceline.errors import ConfigError
 
 PRESET_PREFIX = "preset:"
@@ -55,7 +55,7 @@ class LoadedConfig:
 
     def origin(self, path: str) -> Origin:
         """Where the value at a dotted path is from. A model reference is from where its `repo` is from."""
-        return self.origins.get(f"{path}.repo") or _nearest_origin(self.origins, path)
+        return _nearest_origin(self.origins, path)
 
 
 @dataclass
@@ -132,9 +132,10 @@ def _read(path: Path) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{shown(str(path))} cannot be read: {reason}", "Check the path and its rights.") from None
+    if len(content) > MAX_TEXT_BYTES:
+        raise too_large(str(path))
     try:
-        # A multi-byte character cut at the limit is not the user's mistake; the size is refused later.
-        return content.decode("utf-8-sig", errors="ignore" if len(content) > MAX_TEXT_BYTES else "strict")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x})", "Give a YAML file."
@@ -310,7 +311,8 @@ def _validate(tree: dict[Any, Any], origins: Mapping[str, Origin], problems: lis
 
 def _nearest_origin(origins: Mapping[str, Origin], path: str) -> Origin:
     while path:
-        if path in origins:
-            return origins[path]
+        for candidate in (path, f"{path}.repo"):
+            if candidate in origins:
+                return origins[candidate]
         path = path.rpartition(".")[0]
     return DEFAULT

@@ -52,9 +52,7 @@ class YamlTree:
 def parse_yaml(text: str, name: str) -> YamlTree:
     """Parse one document. `name` is what to call it in errors. Raises ConfigError, never anything else."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise ConfigError(
-            f"{name} is larger than {MAX_TEXT_BYTES // 1024} KiB", "A config has a few dozen lines. Is this the file?"
-        )
+        raise too_large(name)
     try:
         loader = _Loader(text)
         try:
@@ -71,6 +69,13 @@ def parse_yaml(text: str, name: str) -> YamlTree:
     except RecursionError:
         raise _too_deep(name) from None
     return YamlTree(None) if node is None else _Builder(name).build(node)
+
+
+def too_large(name: str) -> ConfigError:
+    """The error for a text of more than MAX_TEXT_BYTES, to raise before reading it all."""
+    return ConfigError(
+        f"{name} is larger than {MAX_TEXT_BYTES // 1024} KiB", "A config has a few dozen lines. Is this the file?"
+    )
 
 
 def _yaml_hint(reason: str) -> str:
