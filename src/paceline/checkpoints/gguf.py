@@ -119,10 +119,7 @@ def _read_architecture(file: GgufFile) -> Architecture:
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        **{
-            "attention_scale": head_dim**-0.5,
-            **_family_fields(family, num_layers, hidden_size, num_heads, head_dim, number),
-        },
+        **_family_fields(family, num_layers, hidden_size, num_heads, head_dim, number),
     )
 
 
@@ -130,7 +127,7 @@ def _family_fields(
     family: str, num_layers: int, hidden_size: int, num_heads: int, head_dim: int, number: Any
 ) -> dict[str, Any]:
     if not family.startswith("gemma"):
-        return {"qk_norm": family == "qwen3"}
+        return {"qk_norm": family == "qwen3", "attention_scale": head_dim**-0.5}
     is_gemma2 = family == "gemma2"
     is_largest = num_layers == _LARGEST_GEMMA_LAYERS[family]
     return {
@@ -220,6 +217,6 @@ def _read(file: GgufFile, stored_name: str, architecture: Architecture) -> torch
 
 
 def _undo_rotary_permutation(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """llama.cpp rotates neighbouring rows, Hugging Face rows half a head apart: back from the one order to the other."""
+    """llama.cpp rotates neighbouring rows, Hugging Face rows half a head apart; back to the latter's order."""
     paired = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
     return paired.swapaxes(1, 2).reshape(tensor.shape)
