@@ -1,12 +1,13 @@
 """The GGUF container: metadata and tensors of one file, parsed and bounds-checked before anything is trusted.
 
 Knows the byte layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and takes encodings and dequantisation
-from the `gguf` package. That package's own reader is not used: it needs 9 s for a vocabulary of 150 000 tokens, and never
-ends on a hostile array length. Knows nothing of what keys or tensors mean.
+from the `gguf` package. That package's own reader is not used: it needs 9 s for a vocabulary of 150 000 tokens, and
+never ends on a hostile array length. Knows nothing of what keys or tensors mean.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
@@ -70,7 +71,7 @@ class GgufFile:
             raise CheckpointError(f"`{path}` {error}", "Download this file again, or convert it again.") from error
         except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
             raise CheckpointError(
-                f"`{path}` cannot be read ({error})", "Check the path and its permissions."
+                f"`{path}` cannot be read ({error})", "Check the path."
             ) from error
 
     def read(self, name: str) -> torch.Tensor:
@@ -213,11 +214,21 @@ def _read_description(cursor: _Cursor) -> StoredTensor:
         block_elements, block_bytes = gguf.GGML_QUANT_SIZES[encoding]
     except (ValueError, KeyError) as error:
         raise _Malformed(f"holds tensor `{name}` in encoding {number}, which the gguf package does not know") from error
-    if encoding not in _PLAIN_TYPES and encoding not in gguf.quants._type_traits:
+    if encoding not in _PLAIN_TYPES and not _can_dequantize(encoding):
         raise _Malformed(f"holds tensor `{name}` as {encoding.name}, which cannot be dequantised")
     if 0 in shape or shape[-1] % block_elements:
         raise _Malformed(f"is corrupt: tensor `{name}` of shape {list(shape)} does not fit {encoding.name} blocks")
     return StoredTensor(name, shape, encoding, offset, math.prod(shape) // block_elements * block_bytes)
+
+
+@functools.cache
+def _can_dequantize(encoding: GGMLQuantizationType) -> bool:
+    block = np.zeros((1, gguf.GGML_QUANT_SIZES[encoding][1]), dtype=np.uint8)
+    try:
+        gguf.dequantize(block, encoding)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _shortened(value: Any) -> str:
