@@ -57,7 +57,8 @@ class HybridDrafter:
 
     The estimate for a suffix match depends on its length in powers of two. Suffix proposals that were not chosen are
     judged too, against the tokens that came, so their estimate never goes stale; the model's fades towards its prior
-    while it is passed over, so it is tried again. `costs` are those of the draft model; a suffix lookup is taken to cost nothing.
+    while it is passed over, so it is tried again. `costs` are those of the draft model; a suffix lookup is taken to
+    cost nothing.
     """
 
     def __init__(self, suffix: SuffixDrafter, model: ModelDrafter, costs: CostTable):
