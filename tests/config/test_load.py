@@ -106,6 +106,9 @@ def test_wrong_types():
         "`model.revision` must be one line of text (or left out), got 12 (c.yaml:1)\n\n"
         'hint: Quote it to make it text: "12".'
     )
+    assert error_of("model: a/b\nmodel_name: 5\n").startswith(
+        "`model_name` must be one line of text (or left out), got 5 (c.yaml:2)"
+    )
     assert error_of("model: a/b\nbuild: [1, 2]\n").startswith("`build` must be a mapping, got a list of 2 (c.yaml:2)")
     assert error_of("model: a/b\ndevice:\n").startswith(
         "`device` must be one of `auto`, `cpu`, `cuda`, got nothing (c.yaml:2)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,8 @@ Location = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value is from. `place` is a file and line, a variable or an argument; `spelled` the Truss path if any."""
+    """Where a value is from. `place` is a file and line, a variable or an argument; `spelled` is the option's name
+    there, where that is not ours."""
 
     kind: OriginKind
     place: str | None = None
@@ -159,10 +160,10 @@ def _file_layers(text: str, name: str, kind: OriginKind, problems: list[Problem]
             raise ConfigError(f"`preset` must be a name, got {shown(preset)}", f"One of {', '.join(preset_names())}.")
         preset = preset.removeprefix(PRESET_PREFIX)
         below = _file_layers(preset_text(preset), f"{PRESET_PREFIX}{preset}", "preset", problems, notes)
+    origins = {path: Origin(kind, _place(name, parsed, path)) for path in map(join_path, _leaves(tree))}
     if "model_name" in tree and "served_model_name" not in tree:
         tree["served_model_name"] = tree.pop("model_name")
-        parsed.lines["served_model_name"] = parsed.lines["model_name"]
-    origins = {path: Origin(kind, _place(name, parsed, path)) for path in map(join_path, _leaves(tree))}
+        origins["served_model_name"] = replace(origins.pop("model_name", DEFAULT), kind=kind, spelled="model_name")
     return [*below, _Layer(tree, origins)]
 
 
@@ -243,11 +244,11 @@ def _section_paths() -> Iterator[Location]:
 
 
 _KNOWN_PATHS = frozenset(_section_paths())
-_TEXT_PATHS = frozenset(
-    {("model",), ("model", "repo"), ("model", "revision"), ("served_model_name",), ("speculation", "draft")}
-    | {("speculation", "draft", "repo"), ("speculation", "draft", "revision")}
-)
 _REFERENCE_PATHS = (("model",), ("speculation", "draft"))
+_TEXT_PATHS = frozenset(
+    [("served_model_name",), *_REFERENCE_PATHS]
+    + [(*reference, name) for reference in _REFERENCE_PATHS for name in ("repo", "revision")]
+)
 
 
 def _insert(tree: dict[Any, Any], location: Location, value: Any) -> None:

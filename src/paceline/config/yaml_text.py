@@ -16,7 +16,7 @@ from paceline.config.problems import join_path, shown
 from paceline.errors import ConfigError
 
 MAX_TEXT_BYTES = 256 * 1024
-MAX_NODES = 20_000  # after aliases are expanded: a "yaml bomb" ends here
+MAX_NODES = 5_000  # after aliases are expanded: a "yaml bomb" ends here
 MAX_DEPTH = 32
 MAX_SCALAR_DIGITS = 40  # integers beyond this stay text; no bound of ours is near
 
