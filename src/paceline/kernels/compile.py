@@ -104,7 +104,7 @@ def load_kernels(library: Path) -> ctypes.CDLL:
         "paceline_decoder_profile": ([pointer, pointer], None),
         "paceline_linear": ([pointer, pointer, integer, pointer, pointer], None),
         "paceline_argmax": ([pointer, integer, integer, pointer, pointer], None),
-        "paceline_gumbel_argmax": ([pointer, integer, integer, ctypes.c_uint64, pointer, pointer, pointer], None),
+        "paceline_gumbel_argmax": ([pointer, integer, integer, pointer, pointer, pointer], None),
         "paceline_logsumexp": ([pointer, integer, integer, pointer, pointer], None),
     }
     for name, (arguments, result) in signatures.items():

@@ -34,18 +34,32 @@ int argmax_row(const float* x, int size) {
     return winner;
 }
 
-int gumbel_row(const float* x, int size, uint64_t key) {
-    float largest = -std::numeric_limits<float>::infinity();
-    int winner = 0;
-    for (int token = 0; token < size; ++token) {
-        if (x[token] == -std::numeric_limits<float>::infinity()) continue;
-        const uint64_t bits = mix(key + uint64_t(token) * 0x9e3779b97f4a7c15ull) >> 40;
-        const float u = (float(bits) + 0.5f) * 0x1p-24f;
-        // The noise of u is at most -log(1 - u) below its bound: skip the logarithms that cannot win.
-        if (x[token] + 17.5f < largest) continue;
-        const float value = x[token] - std::log(-std::log(u));
-        if (value > largest) largest = value, winner = token;
+constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15ull;
+constexpr float MAX_NOISE = 17.3287f;  // -log(-log(1 - 2^-25))
+
+// The noise of one token, in double like the reference, rounded once.
+float gumbel_noise(uint64_t row, int token) {
+    const uint64_t bits = mix(row + uint64_t(token + 1) * GOLDEN) >> 40;
+    return float(-std::log(-std::log((double(bits) + 0.5) * 0x1p-24)));
+}
+
+int gumbel_row(const float* x, int size, uint64_t row) {
+    int winner = argmax_row(x, size);
+    float best = x[winner] + gumbel_noise(row, winner);
+    // Below this even the largest noise loses to the likeliest token: few tokens remain and pay for logarithms.
+    const f32x16 bound = splat(best - 1.01f * MAX_NOISE);
+    const auto consider = [&](int token) {
+        const float score = x[token] + gumbel_noise(row, token);
+        if (score > best || (score == best && token < winner)) best = score, winner = token;
+    };
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        if (maximum(load(x + i)) < bound[0]) continue;
+        for (int lane = 0; lane < LANES; ++lane)
+            if (x[i + lane] >= bound[0]) consider(i + lane);
     }
+    for (; i < size; ++i)
+        if (x[i] >= bound[0]) consider(i);
     return winner;
 }
 
@@ -75,11 +89,10 @@ void paceline_argmax(const float* logits, int rows, int size, int32_t* tokens, v
     each_row(pool, rows, [&](int i) { tokens[i] = argmax_row(logits + size_t(i) * size, size); });
 }
 
-// keys[i]: the mixed (seed, position) of row i.
-void paceline_gumbel_argmax(const float* logits, int rows, int size, uint64_t unused, const uint64_t* keys,
-                            int32_t* tokens, void* pool) {
-    (void)unused;
-    each_row(pool, rows, [&](int i) { tokens[i] = gumbel_row(logits + size_t(i) * size, size, keys[i]); });
+// states[i]: the mixed seed and position of row i, from which its noise is drawn by token id.
+void paceline_gumbel_argmax(const float* logits, int rows, int size, const uint64_t* states, int32_t* tokens,
+                            void* pool) {
+    each_row(pool, rows, [&](int i) { tokens[i] = gumbel_row(logits + size_t(i) * size, size, states[i]); });
 }
 
 void paceline_logsumexp(const float* logits, int rows, int size, float* out, void* pool) {

@@ -70,6 +70,9 @@ static inline float sum(f32x16 v) {
     return a[0];
 }
 static inline float maximum(f32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float a[LANES]; store(a, v);
     float m = a[0];
     for (int i = 1; i < LANES; ++i) m = a[i] > m ? a[i] : m;

@@ -175,9 +175,7 @@ class TorchSamplingKernels:
         return logits.argmax(dim=1).tolist()
 
     def gumbel_argmax(self, logits: torch.Tensor, seed: int, positions: SequenceOf[int]) -> list[int]:
-        base = _mix(seed)
-        states = [_signed(_mix(base + (position + 1) * _GOLDEN)) for position in positions]
-        states = torch.tensor(states, dtype=torch.int64, device=logits.device)
+        states = torch.tensor(noise_states(seed, positions), dtype=torch.int64, device=logits.device)
         highest, winners = logits.max(dim=1)
         # The likeliest token's score is a bound: a token cannot win if even the largest noise leaves it below that.
         # One per cent of slack covers the rounding of the sum. Few tokens remain, and only they pay for noise.
@@ -196,6 +194,12 @@ class TorchSamplingKernels:
     def logprobs(self, logits: torch.Tensor, token_ids: SequenceOf[int]) -> list[float]:
         chosen = torch.tensor(list(token_ids), dtype=torch.int64, device=logits.device)[:, None]
         return torch.log_softmax(logits, dim=1).gather(1, chosen)[:, 0].tolist()
+
+
+def noise_states(seed: int, positions: SequenceOf[int]) -> list[int]:
+    """The int64 state of each row's noise: `row` in the formula of TorchSamplingKernels."""
+    base = _mix(seed)
+    return [_signed(_mix(base + (position + 1) * _GOLDEN)) for position in positions]
 
 
 def sample_index(weights: torch.Tensor, uniform: float) -> int:
