@@ -70,9 +70,7 @@ class GgufFile:
         except _Malformed as error:
             raise CheckpointError(f"`{path}` {error}", "Download this file again, or convert it again.") from error
         except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
-            raise CheckpointError(
-                f"`{path}` cannot be read ({error})", "Check the path."
-            ) from error
+            raise CheckpointError(f"`{path}` cannot be read ({error})", "Check the path.") from error
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor: float16 and bfloat16 as stored, everything else as float32."""
@@ -81,9 +79,8 @@ class GgufFile:
         plain = _PLAIN_TYPES.get(tensor.encoding)
         if plain is not None:
             return torch.from_numpy(raw).view(plain).reshape(tensor.shape)
-        return torch.from_numpy(
-            gguf.dequantize(raw.reshape(math.prod(tensor.shape[:-1]), -1), tensor.encoding)
-        ).reshape(tensor.shape)
+        rows = raw.reshape(math.prod(tensor.shape[:-1]), -1)
+        return torch.from_numpy(gguf.dequantize(rows, tensor.encoding)).reshape(tensor.shape)
 
     def sample(self, name: str, num_bytes: int) -> bytes:
         """Up to `num_bytes` stored bytes from the middle of a tensor."""

@@ -47,8 +47,9 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 
 # Control tokens that end a turn, whichever the metadata calls the end of the text (llama.cpp's list).
 _END_TOKENS = frozenset(
-    ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOT>"]
-)  # fmt: skip
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>"}
+    | {"<|end_of_text|>", "</s>", "<eos>", "<EOT>"}
+)
 
 
 def read_text_settings(metadata: Mapping[str, Any]) -> TextSettings:

@@ -98,7 +98,7 @@ def _find_in_cache(repository: str, revision: str | None, reason: Exception) -> 
         raise CheckpointError(
             f"`{repository}`{at} is not in the cache `{_cache_directory()}`, and the hub cannot be reached "
             f"({_named(reason)})",
-            "Connect to the network (or unset HF_HUB_OFFLINE), or name a local directory, a .gguf file or package:NAME.",
+            "Connect to the network (or unset HF_HUB_OFFLINE), or name a directory, a .gguf file or package:NAME.",
         ) from reason
     return Path(directory), f"{repository}@{Path(directory).name}"
 
