@@ -8,7 +8,9 @@ using namespace paceline;
 
 namespace {
 
-static inline uint64_t mix(uint64_t z) {  // splitmix64's finaliser
+typedef uint64_t u64x8 __attribute__((vector_size(64)));
+
+template <typename Integer> static inline Integer mix(Integer z) {  // splitmix64's finaliser
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
@@ -46,20 +48,29 @@ float gumbel_noise(uint64_t row, int token) {
 int gumbel_row(const float* x, int size, uint64_t row) {
     int winner = argmax_row(x, size);
     float best = x[winner] + gumbel_noise(row, winner);
-    // Below this even the largest noise loses to the likeliest token: few tokens remain and pay for logarithms.
-    const f32x16 bound = splat(best - 1.01f * MAX_NOISE);
     const auto consider = [&](int token) {
         const float score = x[token] + gumbel_noise(row, token);
         if (score > best || (score == best && token < winner)) best = score, winner = token;
     };
+    // A token at distance g below the best score needs noise above g, that is 1 - u < 1 - exp(-exp(-g)) <= exp(-g):
+    // only tokens that pass this (with slack for rounding) pay for logarithms.
     int i = 0;
     for (; i + LANES <= size; i += LANES) {
-        if (maximum(load(x + i)) < bound[0]) continue;
-        for (int lane = 0; lane < LANES; ++lane)
-            if (x[i + lane] >= bound[0]) consider(i + lane);
+        const f32x16 logits = load(x + i);
+        if (maximum(logits) < best - 1.01f * MAX_NOISE) continue;
+        const f32x16 needed = fma(exponential(logits - splat(best)), splat(1.001f), splat(1e-7f));
+        float limits[LANES];
+        store(limits, needed);
+        u64x8 low = {0, 1, 2, 3, 4, 5, 6, 7};
+        low = mix((low + uint64_t(i + 1)) * GOLDEN + row) >> 40;
+        u64x8 high = {8, 9, 10, 11, 12, 13, 14, 15};
+        high = mix((high + uint64_t(i + 1)) * GOLDEN + row) >> 40;
+        for (int lane = 0; lane < LANES; ++lane) {
+            const float bits = float(int32_t(0xffffff - (lane < 8 ? low[lane % 8] : high[lane % 8])));
+            if ((bits + 0.5f) * 0x1p-24f <= limits[lane]) consider(i + lane);
+        }
     }
-    for (; i < size; ++i)
-        if (x[i] >= bound[0]) consider(i);
+    for (; i < size; ++i) consider(i);
     return winner;
 }
 
