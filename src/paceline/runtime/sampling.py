@@ -282,8 +282,7 @@ def shape_logits(
         shaped = shaped - highest if shaped is logits else shaped.sub_(highest)
         shaped /= sampling.temperature
     if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        cutoffs = torch.stack([_lowest_kept_logit(row, sampling) for row in shaped])[:, None]
-        shaped = torch.where(shaped >= cutoffs, shaped, -math.inf)
+        shaped = _keep_likely(shaped, sampling)
     return shaped
 
 
@@ -311,22 +310,33 @@ def _penalize(logits: torch.Tensor, sequence: Sequence, draft_token_ids: Sequenc
     logits[:, where] = seen - torch.from_numpy(penalties.astype(np.float32)).to(device)
 
 
-def _lowest_kept_logit(row: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """The smallest logit of `row` (float32 [vocab], shifted and scaled) that top-k, top-p and min-p keep: a scalar."""
-    kept, cutoff = row, row.new_tensor(-math.inf)
+def _keep_likely(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """A copy of `logits` with all that top-k, top-p and min-p drop at -inf. numpy on the CPU: several times faster
+    than torch at one row of 150,000 entries, and free of its thread barriers."""
+    rows = logits.cpu().numpy()
+    kept = np.full_like(rows, -math.inf)
+    for row, kept_row in zip(rows, kept, strict=True):
+        token_ids = np.flatnonzero(row >= _lowest_kept_logit(row, sampling))
+        kept_row[token_ids] = row[token_ids]
+    return torch.from_numpy(kept).to(logits.device)
+
+
+def _lowest_kept_logit(row: np.ndarray, sampling: SamplingParams) -> float:
+    """The smallest entry of `row` (float32 [vocab], divided by the temperature) that top-k, top-p and min-p keep."""
+    kept, cutoff, highest = row, -math.inf, float(row.max())
+    if not math.isfinite(highest):
+        return cutoff  # a broken model's row: nothing sensible to drop
     if 0 < sampling.top_k < len(row):
-        cutoff = row.topk(sampling.top_k).values[-1]
+        cutoff = float(np.partition(row, -sampling.top_k)[-sampling.top_k])
         kept = row[row >= cutoff]
     if sampling.top_p < 1.0:
-        probabilities = torch.softmax(kept, dim=0)
+        total = float(np.exp(kept - highest).sum())
         # Tokens below this weigh less than 1 - top_p all together: the nucleus lies among the others, often a hundred
         # out of 150,000, and only those are sorted.
-        likely = probabilities >= (1.0 - sampling.top_p) / len(kept)
-        kept, probabilities = kept[likely], probabilities[likely]
-        ordered = probabilities.sort(descending=True).values
-        num_short = int((torch.cumsum(ordered, dim=0, dtype=torch.float64) < sampling.top_p).sum())
-        least = ordered[min(num_short, len(ordered) - 1)]
-        cutoff = kept[probabilities >= least].amin()
+        lowest = highest + min(0.0, math.log1p(-sampling.top_p) + math.log(total / len(kept)))
+        ordered = np.sort(kept[kept >= lowest])[::-1]
+        cumulative = np.cumsum(np.exp(ordered - highest), dtype=np.float64)
+        cutoff = float(ordered[min(int(np.searchsorted(cumulative, sampling.top_p * total)), len(ordered) - 1)])
     if sampling.min_p > 0.0:
-        cutoff = torch.maximum(cutoff, row.amax() + math.log(sampling.min_p))
+        cutoff = max(cutoff, highest + math.log(sampling.min_p))
     return cutoff

@@ -1,15 +1,15 @@
 """What is accepted: which draft tokens stand, and which token of the target follows them.
 
-The first two functions are pure, randomness is an argument. Knows nothing of how logits become a distribution
+The functions are pure, randomness is an argument. Knows nothing of how logits become a distribution
 (`sampling.py`) or of how drafts are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from paceline.runtime.sampling import SamplingKernels, sample_index, shape_logit
 
 if TYPE_CHECKING:
     from paceline.runtime.sequence import Sequence
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,26 +32,40 @@ class Verdict:
     token_ids: list[int]
 
 
-def verify_match(draft_token_ids: SequenceOf[int], target_token_ids: SequenceOf[int]) -> Verdict:
+class OnDemand(Generic[T]):
+    """Entries computed when read: after a rejection nothing is paid for the rest of a draft."""
+
+    def __init__(self, compute: Callable[[int], T]):
+        self._compute = compute
+
+    def __getitem__(self, index: int) -> T:
+        return self._compute(index)
+
+
+def verify_match(draft_token_ids: SequenceOf[int], target_token_ids: SequenceOf[int] | OnDemand[int]) -> Verdict:
     """Accept the draft as far as it equals what the target chooses at each position.
 
-    `target_token_ids` has len(draft) + 1 entries: entry i is the target's choice given known + draft[:i]. The result
-    is target_token_ids[: num_accepted + 1], that is, exactly what plain decoding would have chosen, by induction: entry
-    i is conditioned on the tokens plain decoding would have had as long as all earlier draft tokens matched. This
-    serves greedy requests (choice = argmax) and coupled ones (choice = Gumbel-max with noise fixed by seed and
-    position; Daliri, Musco and Suresh, arXiv 2408.07978).
+    `target_token_ids` has len(draft) + 1 entries: entry i is the target's choice given known + draft[:i]. They are read
+    in order and none after the first difference. The result is target_token_ids[: num_accepted + 1], that is, exactly
+    what plain decoding would have chosen, by induction: entry i is conditioned on the tokens plain decoding would have
+    had as long as all earlier draft tokens matched. This serves greedy requests (choice = argmax) and coupled ones
+    (choice = Gumbel-max with noise fixed by seed and position; Daliri, Musco and Suresh, arXiv 2408.07978).
     """
-    num_accepted = 0
-    while num_accepted < len(draft_token_ids) and draft_token_ids[num_accepted] == target_token_ids[num_accepted]:
-        num_accepted += 1
-    return Verdict(num_accepted, list(target_token_ids[: num_accepted + 1]))
+    for index, token_id in enumerate(draft_token_ids):
+        chosen = target_token_ids[index]
+        if chosen != token_id:
+            return Verdict(index, [*draft_token_ids[:index], chosen])
+    return Verdict(len(draft_token_ids), [*draft_token_ids, target_token_ids[len(draft_token_ids)]])
 
 
-def verify_rejection(draft: Draft, target_probabilities: torch.Tensor, uniforms: SequenceOf[float]) -> Verdict:
+def verify_rejection(
+    draft: Draft, target_probabilities: torch.Tensor | OnDemand[torch.Tensor], uniforms: SequenceOf[float]
+) -> Verdict:
     """Accept draft token x_i with probability min(1, p_i(x_i) / q_i(x_i)); at the first rejection draw from the
     normalised positive part of p_i - q_i, and after full acceptance from p_k.
 
     `target_probabilities` is float32 [k + 1, vocab]: row i is the target's distribution p_i given known + draft[:i].
+    Rows are read in order and none after the first rejection.
     `uniforms` are k + 1 independent numbers in [0, 1). q_i is row i of `draft.probabilities` (float32 [k, any width];
     ids beyond either width have probability 0), one-hot on x_i where that is None.
 
@@ -61,29 +77,19 @@ def verify_rejection(draft: Draft, target_probabilities: torch.Tensor, uniforms:
     accepted the next position is the same argument given that token; if not, the next round starts there. A one-hot q
     is the case q(x) = 1: accept with p(x), otherwise draw from p without x.
     """
-    token_ids = draft.token_ids
-    num_draft_tokens = len(token_ids)
-    num_accepted = num_draft_tokens
-    if num_draft_tokens:
-        target = _chosen(target_probabilities, token_ids)
-        drafted = [1.0] * num_draft_tokens if draft.probabilities is None else _chosen(draft.probabilities, token_ids)
-        for index, (uniform, p, q) in enumerate(zip(uniforms, target, drafted, strict=False)):
-            if not uniform * q < p:
-                num_accepted = index
-                break
-    weights = target_probabilities[num_accepted]
-    if num_accepted < num_draft_tokens:
-        weights = _residual(draft, num_accepted, weights)
-    last = sample_index(weights, uniforms[num_draft_tokens])
-    return Verdict(num_accepted, [*token_ids[:num_accepted], last])
+    for index, token_id in enumerate(draft.token_ids):
+        target = target_probabilities[index]
+        p = _probability(target, token_id)
+        q = 1.0 if draft.probabilities is None else _probability(draft.probabilities[index], token_id)
+        if not uniforms[index] * q < p:
+            recovered = sample_index(_residual(draft, index, target), uniforms[-1])
+            return Verdict(index, [*draft.token_ids[:index], recovered])
+    bonus = sample_index(target_probabilities[len(draft)], uniforms[-1])
+    return Verdict(len(draft), [*draft.token_ids, bonus])
 
 
-def _chosen(probabilities: torch.Tensor, token_ids: list[int]) -> list[float]:
-    """probabilities[i, token_ids[i]] of each token; 0 where the id is beyond the width."""
-    width = probabilities.shape[1]
-    ids = torch.tensor([min(i, width - 1) for i in token_ids], device=probabilities.device)
-    values = probabilities[: len(token_ids)].gather(1, ids[:, None])[:, 0].tolist()
-    return [value if i < width else 0.0 for i, value in zip(token_ids, values, strict=True)]
+def _probability(probabilities: torch.Tensor, token_id: int) -> float:
+    return float(probabilities[token_id]) if token_id < len(probabilities) else 0.0
 
 
 def _residual(draft: Draft, index: int, target: torch.Tensor) -> torch.Tensor:
@@ -141,25 +147,29 @@ class Verifier:
         plain_greedy: list[int] = []
         for index, (sequence, draft, offset) in enumerate(zip(sequences, drafts, offsets, strict=True)):
             raw = logits[offset : offset + len(draft) + 1]
+            if sequence.sampling.mode != "greedy":
+                verdicts[index] = self._verify_sampled(sequence, draft, raw)
+                continue
             shaped = shape_logits(raw, sequence, draft.token_ids, self._eos_token_ids)
-            if shaped is raw and sequence.sampling.mode == "greedy":
+            if shaped is raw:
                 plain_greedy.append(index)
             else:
-                verdicts[index] = self._verify(sequence, draft, shaped)
+                verdicts[index] = verify_match(draft.token_ids, self._kernels.argmax(shaped))
         if plain_greedy:
             self._verify_plain_greedy(plain_greedy, drafts, logits, offsets, verdicts)
         return verdicts
 
-    def _verify(self, sequence: Sequence, draft: Draft, shaped: torch.Tensor) -> Verdict:
-        sampling = sequence.sampling
-        if sampling.mode == "rejection":
+    def _verify_sampled(self, sequence: Sequence, draft: Draft, logits: torch.Tensor) -> Verdict:
+        def shaped(index: int) -> torch.Tensor:
+            row = logits[index : index + 1]
+            return shape_logits(row, sequence, draft.token_ids[:index], self._eos_token_ids)
+
+        if sequence.sampling.mode == "rejection":
             uniforms = self._generator.random(len(draft) + 1).tolist()
-            return verify_rejection(draft, torch.softmax(shaped, dim=1), uniforms)
-        if sampling.mode == "greedy":
-            return verify_match(draft.token_ids, self._kernels.argmax(shaped))
-        first = sequence.num_output_tokens
-        positions = list(range(first, first + len(draft) + 1))
-        return verify_match(draft.token_ids, self._kernels.gumbel_argmax(shaped, sampling.seed, positions))
+            return verify_rejection(draft, OnDemand(lambda i: torch.softmax(shaped(i), dim=1)[0]), uniforms)
+        seed, first = sequence.sampling.seed, sequence.num_output_tokens
+        choices = OnDemand(lambda i: self._kernels.gumbel_argmax(shaped(i), seed, [first + i])[0])
+        return verify_match(draft.token_ids, choices)
 
     def _verify_plain_greedy(
         self,
