@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from paceline.runtime.backend import StepBatch
+from paceline.runtime.backend_fake import FakeBackend
 from paceline.runtime.drafting.drafter import Draft
 from paceline.runtime.drafting.model import ModelDrafter
 from paceline.runtime.kv_cache import KVCache
@@ -27,36 +28,25 @@ def logits_after(token_ids: tuple[int, ...], model: int, vocab: int = VOCAB) -> 
     return torch.from_numpy(logits.astype(np.float32))
 
 
-class SlotBackend:
-    """The model above behind a paged KV cache: the context of a row is what the cache slots really hold."""
+class SlotBackend(FakeBackend):
+    """The model above behind a paged KV cache: the context of a row is what its KV slots really hold. Records the
+    context of every row, and spoils its last logits at the next call, as a real one does."""
 
     def __init__(self, model: int = SAME_MODEL, vocab_size: int = VOCAB, num_blocks: int = 64, max_rows: int = 16):
-        self.vocab_size, self.num_blocks, self.block_size, self.max_rows = vocab_size, num_blocks, 4, max_rows
+        super().__init__(vocab_size, num_blocks, block_size=4, max_rows=max_rows)
         self.model = model
-        self.slots = np.full(num_blocks * self.block_size, -1)
-        self.num_rows: list[int] = []  # of each pass
-        self.contexts: list[tuple[int, ...]] = []  # of each row ever computed
-        self._logits = torch.empty(max_rows, vocab_size)
+        self.contexts: list[tuple[int, ...]] = []
+        self._last_logits = torch.empty(0)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        assert 0 < len(batch.token_ids) <= self.max_rows
-        assert batch.token_ids.max() < self.vocab_size
-        self.num_rows.append(len(batch.token_ids))
-        self._logits.fill_(float("nan"))  # valid until the next call
-        contexts = []
-        for token_id, position, sequence in zip(batch.token_ids, batch.positions, batch.sequence_of_row, strict=True):
-            places = np.arange(position + 1)
-            slots = batch.block_tables[sequence][places // self.block_size] * self.block_size + places % self.block_size
-            self.slots[slots[-1]] = token_id
-            contexts.append(tuple(self.slots[slots].tolist()))
-        self.contexts += contexts
-        for i, row in enumerate(batch.logit_rows):
-            self._logits[i] = logits_after(contexts[row], self.model, self.vocab_size)
-        return self._logits[: len(batch.logit_rows)]
+        self._last_logits.fill_(float("nan"))
+        self._last_logits = super().forward(batch)
+        rows = range(len(batch.token_ids))
+        self.contexts += [tuple(self._tokens[self._slots(batch, row)].tolist()) for row in rows]
+        return self._last_logits
 
-    def copy_block(self, source: int, destination: int) -> None:
-        size = self.block_size
-        self.slots[destination * size : (destination + 1) * size] = self.slots[source * size : (source + 1) * size]
+    def _logits(self, token_ids: list[int]) -> np.ndarray:
+        return logits_after(tuple(token_ids), self.model, self.vocab_size).numpy()
 
 
 def make_drafter(backend: SlotBackend, max_seq_len=200, target_vocab_size=VOCAB, prefix_cache=False):
@@ -105,9 +95,9 @@ class TestSameModel:
         drafter, kv_cache = make_drafter(backend)
         sequence = make_sequence(sampling)
         for _ in range(8):
-            before = len(backend.num_rows)
+            before = len(backend.num_rows_per_call)
             [draft] = drafter.propose([sequence], [count])
-            assert len(backend.num_rows) - before == count  # one pass per draft position, catching up included
+            assert len(backend.num_rows_per_call) - before == count  # one pass per draft position, catching up included
             assert len(draft) == count
             assert verify(sequence, draft) == count
             check_blocks(drafter, kv_cache)
@@ -175,10 +165,10 @@ class TestBatch:
         ]
         limits = [3, 1, 4, 4]
         for _ in range(6):
-            before = len(backend.num_rows)
+            before = len(backend.num_rows_per_call)
             drafts = drafter.propose(sequences, limits)
             assert [len(draft) for draft in drafts] == limits
-            assert backend.num_rows[before + 1 :] == [3, 3, 2]
+            assert backend.num_rows_per_call[before + 1 :] == [3, 3, 2]
             for sequence, draft, limit in zip(sequences, drafts, limits, strict=True):
                 alone, _ = make_drafter(SlotBackend(OTHER_MODEL))
                 assert alone.propose([sequence], [limit]) == [draft]
@@ -191,7 +181,7 @@ class TestBatch:
         drafter, _ = make_drafter(backend)
         sequences = [make_sequence(prompt=range(1, 4 + 3 * i), request_id=str(i)) for i in range(4)]
         drafts = drafter.propose(sequences, [3] * 4)
-        assert max(backend.num_rows) == max_rows
+        assert max(backend.num_rows_per_call) == max_rows
         assert [verify(sequence, draft) for sequence, draft in zip(sequences, drafts, strict=True)] == [3] * 4
 
     def test_a_shared_prompt_is_computed_once(self):
@@ -236,7 +226,7 @@ class TestLimits:
         drafter, _ = make_drafter(backend)
         assert drafter.propose([make_sequence()], [0]) == [Draft()]
         assert drafter.propose([], []) == []
-        assert backend.num_rows == []
+        assert backend.num_rows_per_call == []
 
     def test_a_full_cache_shortens_drafts_and_never_fails(self):
         backend = SlotBackend(num_blocks=4)  # 16 tokens
