@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_checkpoints import FAMILIES, make_tiny
 
 from paceline.checkpoints.checkpoint import Checkpoint, LazyTensors, TensorEntry, expected_tensors
 from paceline.checkpoints.local import open_directory
 from paceline.errors import CheckpointError
+from tiny_checkpoints import FAMILIES, make_tiny
 
 
 def _rebuilt(checkpoint: Checkpoint, entries: dict[str, TensorEntry]) -> Checkpoint:
@@ -83,7 +83,10 @@ def test_digest_sees_other_weights_tokenizers_templates_and_settings(tiny, tmp_p
         dataclasses.replace(original, architecture=dataclasses.replace(original.architecture, rms_norm_eps=1e-5)),
     ]
     entry = original.tensors.entries["model.layers.2.mlp.down_proj.weight"]
-    one_tensor = {**original.tensors.entries, "model.layers.2.mlp.down_proj.weight": dataclasses.replace(entry, sample=lambda: b"x")}  # noqa: E501
+    one_tensor = {
+        **original.tensors.entries,
+        "model.layers.2.mlp.down_proj.weight": dataclasses.replace(entry, sample=lambda: b"x"),
+    }
     changed.append(_rebuilt(original, one_tensor))
     assert len({original.digest, *(checkpoint.digest for checkpoint in changed)}) == 6
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import transformers
-from tiny_checkpoints import FAMILIES, tiny_config
 
 from paceline.checkpoints.hf_config import read_architecture
 from paceline.errors import CheckpointError
 from paceline.model.architecture import RopeScaling
+from tiny_checkpoints import FAMILIES, tiny_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,7 +94,9 @@ ROPE_KINDS = [
 @pytest.mark.parametrize("given", ROPE_KINDS, ids=lambda given: given["rope_type"])
 def test_both_spellings_of_rope_scaling_mean_the_same(given):
     old = read_architecture({**LLAMA, "rope_theta": 5e5, "rope_scaling": given})
-    older = read_architecture({**LLAMA, "rope_theta": 5e5, "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in given.items()}})  # noqa: E501
+    older = read_architecture(
+        {**LLAMA, "rope_theta": 5e5, "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in given.items()}}
+    )
     new = read_architecture({**LLAMA, "rope_parameters": {**given, "rope_theta": 5e5}})
     assert old == new == older
     assert old.rope_thetas == (5e5, 5e5)
@@ -122,6 +124,7 @@ def test_a_length_given_twice_is_the_one_outside_and_sets_the_factor():
         ({"hidden_act": "relu"}, "`hidden_act`: 'relu'"),
         ({"vocab_size": "many"}, "`vocab_size`: .*'many'"),
         ({"vocab_size": -1}, "`vocab_size`: .*-1"),
+        ({"num_hidden_layers": 10**12}, "`num_hidden_layers`: .*1000000000000"),
         ({"hidden_size": None}, "`hidden_size`: "),
         ({"num_key_value_heads": 3}, "`num_key_value_heads`: 3 does not divide"),
         ({"head_dim": 15}, "`head_dim`: 15"),

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from tiny_checkpoints import BOS_TOKEN_ID, CHAT_TEMPLATE, EOS_TOKEN_ID, make_tiny
 
 from paceline.checkpoints.local import open_directory
 from paceline.errors import CheckpointError
+from tiny_checkpoints import BOS_TOKEN_ID, CHAT_TEMPLATE, EOS_TOKEN_ID, make_tiny
 
 
 @pytest.fixture
@@ -67,7 +67,10 @@ def test_stop_tokens_without_generation_config_come_from_config_and_tokenizer(di
 
 
 def test_truncation_left_in_the_tokenizer_is_switched_off(directory):
-    _edit(directory / "tokenizer.json", truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0})  # noqa: E501
+    _edit(
+        directory / "tokenizer.json",
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    )
     assert len(open_directory(directory).tokenizer.encode("one two three four five").ids) > 2
 
 
@@ -77,10 +80,16 @@ def test_a_vision_model_is_read_for_its_text_part(tmp_path):
         directory = shutil.copytree(tmp_path / "text", tmp_path / prefix)
         stored = {prefix + name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()
                   if name != "lm_head.weight"}  # fmt: skip
-        extra = {f"{head}weight": torch.zeros(1), "vision_tower.x": torch.zeros(1), "multi_modal_projector.y": torch.zeros(1)}  # noqa: E501
+        extra = {
+            f"{head}weight": torch.zeros(1),
+            "vision_tower.x": torch.zeros(1),
+            "multi_modal_projector.y": torch.zeros(1),
+        }
         safetensors.torch.save_file({**stored, **extra}, directory / "model.safetensors")
         text_config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text_config}))  # noqa: E501
+        (directory / "config.json").write_text(
+            json.dumps({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text_config})
+        )
         checkpoint = open_directory(directory)
         assert checkpoint.architecture == open_directory(tmp_path / "text").architecture
         assert torch.equal(checkpoint.tensors["model.norm.weight"], model.state_dict()["model.norm.weight"])
@@ -170,7 +179,7 @@ def test_pickles_are_refused_with_a_way_out(directory):
 def test_a_missing_shard_is_named(sharded):
     shards = sorted(sharded.glob("*.safetensors"))
     shards[1].unlink()
-    with pytest.raises(CheckpointError, match=f"lacks 1 of {len(shards)} weight files, the first is `{shards[1].name}`"):
+    with pytest.raises(CheckpointError, match=f"lacks 1 of {len(shards)} weight files, .*`{shards[1].name}`"):
         open_directory(sharded)
 
 

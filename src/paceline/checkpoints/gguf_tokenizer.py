@@ -28,18 +28,19 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# Pre-tokenizer kind -> what splits the text before byte-level BPE: patterns applied one after the other, then whether
-# GPT-2's own pattern follows. The names of one row are synonyms in llama.cpp (src/llama-vocab.cpp).
-_SPLITS: dict[tuple[str, ...], tuple[tuple[str, ...], bool]] = {
-    ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"): ((_LLAMA3,), False),
-    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"): ((_QWEN2,), False),
-    ("tekken",): ((_TEKKEN,), False),
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): ((r"\p{N}",), True),
-    ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais"): ((), True),
-    ("default",): ((_PUNCTUATION,), True),
-    ("deepseek-coder",): ((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False),
+# Pre-tokenizer kind -> the patterns that split text before byte-level BPE, each applied to the pieces the one before it
+# left. The names of one row are synonyms in llama.cpp (src/llama-vocab.cpp).
+_SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"): (_LLAMA3,),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"): (_QWEN2,),
+    ("tekken",): (_TEKKEN,),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (r"\p{N}", _GPT2),
+    ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais"): (_GPT2,),
+    ("default",): (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    ("falcon",): (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
 }
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word in the vocabulary skips its merges
 _BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # unless the metadata says otherwise
@@ -94,8 +95,8 @@ def read_text_settings(metadata: Mapping[str, Any]) -> TextSettings:
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
     kind = scalar(metadata, "tokenizer.ggml.pre", str, None)
-    split = next((split for names, split in _SPLITS.items() if kind in names), None)
-    if split is None:
+    patterns = next((patterns for names, patterns in _SPLITS.items() if kind in names), None)
+    if patterns is None:
         known = ", ".join(name for names in _SPLITS for name in names)
         problem = "is missing" if kind is None else f"is {kind!r}, which is not supported"
         raise CheckpointError(f"`tokenizer.ggml.pre` {problem}", f"{_CONVERT_AGAIN} Supported: {known}.")
@@ -103,10 +104,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple
     if any(len(merge) != 2 for merge in merges):
         raise CheckpointError("`tokenizer.ggml.merges` holds an entry that is not a pair", _CONVERT_AGAIN)
     tokenizer = _bpe(tokens, merges, ignore_merges=kind in _WHOLE_WORDS_FIRST)
-    patterns, then_gpt2 = split
-    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=then_gpt2)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     if kind in _NORMALISED:
         tokenizer.normalizer = normalizers.NFC()

@@ -7,9 +7,9 @@ and 5. Knows nothing of tensors, tokenizers or directories.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from paceline.checkpoints.hf_rope import RopeFields, read_rope
 from paceline.errors import CheckpointError
@@ -31,6 +31,9 @@ _FAMILY_OF_MODEL_TYPE = {
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+LayerCount = Annotated[int, Field(gt=0, le=10_000)]  # per-layer tuples follow: a hostile count must not fill the memory
+
+
 class _Config(BaseModel):
     """Fields every family shares. Sizes have no default: a config without them is broken."""
 
@@ -39,7 +42,7 @@ class _Config(BaseModel):
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: LayerCount
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
@@ -110,7 +113,7 @@ class _Gemma2(_Config):
     vocab_size: PositiveInt = 256000
     hidden_size: PositiveInt = 2304
     intermediate_size: PositiveInt = 9216
-    num_hidden_layers: PositiveInt = 26
+    num_hidden_layers: LayerCount = 26
     num_attention_heads: PositiveInt = 8
     num_key_value_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = 256
