@@ -25,7 +25,7 @@ class KVCache:
 
     A *block table* is a list of block numbers, owned by the caller and changed only here: token i of its sequence is in
     block_table[i // block_size]. Blocks may be in several tables. A block that is full and computed can be *published*:
-    it is then found by later sequences that begin with the same tokens, and stays so after its last owner has gone, until
+    it is then found by later sequences that begin with the same tokens, even after its last owner has gone, until
     the space is needed (least recently used first).
 
     What is published is numbered. A block is found by the number of the block before it and its own token ids, so a
