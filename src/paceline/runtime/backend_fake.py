@@ -1,107 +1,105 @@
-"""A backend without a model, for tests: logits are a function of what is really in the KV slots a row may read.
+"""A backend without a model, for tests of everything above it: logits follow from what is stored in its KV slots.
 
-A wrong block table, a missed rollback, a stale prefix or a write to a shared block changes what comes out, as it would
-with a model, and every row is independent of its neighbours.
+Each slot keeps the token written to it and a hash of all tokens the writer could see, as real K and V depend on their
+context. Before logits are returned every slot of the context is read back through the block table and checked, so a
+block shared too early, written twice, rolled back wrongly or found under a false prefix fails loudly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
 
 from paceline.runtime.backend import StepBatch
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_DOMINANT = 1000.0
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SCRIPTED_LOGIT = 30.0  # the likeliest other token has at most half of it
 
 
 class FakeBackend:
-    """runtime.backend.Backend over hashes.
+    """Logits are a function of the last `context` tokens (None: of all), `seed` and nothing else.
 
-    The slot of a token holds a hash of the token, its position and the slots before it, as the K and V of a deep layer
-    do. Logits are pseudo-random (normal, standard deviation `scale`) in a hash of the slots up to the row's own, the
-    same for equal `seed`. `successors` maps a token id to the one that surely follows it, to script an output.
-    The logits returned are overwritten with NaN by the next call. Breaking the protocol raises AssertionError.
+    With a small `context` the greedy output soon repeats itself, which lookup drafters like. `script` maps a prompt to
+    the token ids that are by far the likeliest to follow it, one by one; after them, or off that path, logits are
+    pseudo-random again. `spread` scales the pseudo-random logits: their standard deviation.
     """
 
     def __init__(
         self,
-        vocab_size: int = 64,
-        num_blocks: int = 64,
+        vocab_size: int,
+        num_blocks: int,
         block_size: int = 4,
         max_rows: int = 64,
         seed: int = 0,
-        scale: float = 2.0,
-        successors: Mapping[int, int] | None = None,
+        context: int | None = None,
+        script: Mapping[tuple[int, ...], SequenceOf[int]] | None = None,
+        spread: float = 2.0,
     ):
-        self.vocab_size, self.num_blocks, self.block_size, self.max_rows = vocab_size, num_blocks, block_size, max_rows
-        self.num_rows: list[int] = []  # of each forward pass so far
-        self._scale = scale
-        self._seed = np.uint64(seed)
-        self._successors = dict(successors or {})
-        self._slots = np.zeros(num_blocks * block_size, dtype=np.uint64)
-        self._vocabulary = np.arange(1, vocab_size + 1, dtype=np.uint64)
-        self._logits = torch.empty(0, vocab_size)
+        self.vocab_size = vocab_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_rows = max_rows
+        self.num_rows_per_call: list[int] = []  # a record of the forward passes, for tests
+        self._seed = seed
+        self._context = context
+        self._script = dict(script or {})
+        self._spread = spread
+        self._tokens = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self._hashes = np.zeros(num_blocks * block_size, dtype=np.uint64)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        self._check(batch)
-        self.num_rows.append(len(batch.token_ids))
-        states = [self._write(batch, row) for row in range(len(batch.token_ids))]
-        self._logits.fill_(float("nan"))
-        self._logits = torch.empty(len(batch.logit_rows), self.vocab_size)
-        for index, row in enumerate(batch.logit_rows):
-            self._logits[index] = self._logits_of(states[row], int(batch.token_ids[row]))
-        return self._logits
+        rows = len(batch.token_ids)
+        assert 0 < rows <= self.max_rows, f"{rows} rows, at most {self.max_rows} fit"
+        assert 0 <= batch.token_ids.min() and batch.token_ids.max() < self.vocab_size, "a token outside the vocabulary"
+        self.num_rows_per_call.append(rows)
+        slots = [self._slots(batch, row) for row in range(rows)]
+        written = [int(row_slots[-1]) for row_slots in slots]
+        assert len(set(written)) == rows, "two rows write to one slot"
+        with np.errstate(over="ignore"):
+            for row, row_slots in enumerate(slots):
+                before = self._hashes[row_slots[-2]] if len(row_slots) > 1 else np.uint64(0)
+                self._tokens[row_slots[-1]] = batch.token_ids[row]
+                self._hashes[row_slots[-1]] = before * _MULTIPLIER + np.uint64(batch.token_ids[row] + 1)
+            for row_slots in slots:
+                self._check_context(row_slots)
+        logits = [self._logits(self._tokens[slots[row]].tolist()) for row in batch.logit_rows]
+        return torch.from_numpy(np.array(logits, dtype=np.float32).reshape(len(logits), self.vocab_size))
 
     def copy_block(self, source: int, destination: int) -> None:
         size = self.block_size
-        self._slots[destination * size : (destination + 1) * size] = self._slots[source * size : (source + 1) * size]
+        for array in (self._tokens, self._hashes):
+            array[destination * size : (destination + 1) * size] = array[source * size : (source + 1) * size]
 
-    def _write(self, batch: StepBatch, row: int) -> np.uint64:
-        """Fill the row's slot; a hash of all slots it attends to, its own included."""
-        position = int(batch.positions[row])
-        block_table = batch.block_tables[batch.sequence_of_row[row]]
-        places = np.arange(position + 1)
-        slots = block_table[places // self.block_size] * self.block_size + places % self.block_size
-        with np.errstate(over="ignore"):
-            before = _mix(self._slots[slots[:-1]] * _GOLDEN + places[:-1].astype(np.uint64)).sum(dtype=np.uint64)
-            token = np.uint64(int(batch.token_ids[row]) + 1)
-            self._slots[slots[-1]] = state = _mix(_mix(before + np.uint64(position)) + token * _GOLDEN)
-        return state
+    def _slots(self, batch: StepBatch, row: int) -> np.ndarray:
+        """The slots of positions 0 to the row's own, as the block table has them."""
+        positions = np.arange(batch.positions[row] + 1)
+        blocks = batch.block_tables[batch.sequence_of_row[row], positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
 
-    def _logits_of(self, state: np.uint64, token_id: int) -> torch.Tensor:
-        with np.errstate(over="ignore"):
-            bits = _mix(_mix(state + self._seed * _GOLDEN) + self._vocabulary * _GOLDEN)
-        halves = np.stack([bits >> np.uint64(40), (bits >> np.uint64(8)) & np.uint64(0xFFFFFF)])
-        radius, angle = (halves.astype(np.float64) + 0.5) * 2.0**-24
-        logits = self._scale * np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)  # Box-Muller
-        if token_id in self._successors:
-            logits[self._successors[token_id]] = _DOMINANT
-        return torch.from_numpy(logits.astype(np.float32))
+    def _check_context(self, slots: np.ndarray) -> None:
+        hashes = self._hashes[slots]
+        before = np.concatenate([np.zeros(1, dtype=np.uint64), hashes[:-1]])
+        expected = before * _MULTIPLIER + (self._tokens[slots] + 1).astype(np.uint64)
+        wrong = np.flatnonzero(hashes != expected)
+        assert not len(wrong), f"the KV slot of position {wrong[0]} was computed in another context"
 
-    def _check(self, batch: StepBatch) -> None:
-        num_rows = len(batch.token_ids)
-        assert 0 < num_rows <= self.max_rows, f"{num_rows} rows"
-        assert len(batch.positions) == len(batch.sequence_of_row) == num_rows
-        for array in (batch.token_ids, batch.positions, batch.sequence_of_row, batch.block_tables, batch.logit_rows):
-            assert array.dtype == np.int32
-        assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self.vocab_size, "token id outside the vocabulary"
-        assert batch.block_tables.min() >= 0 and batch.block_tables.max() < self.num_blocks, "no such block"
-        assert batch.positions.max() < batch.block_tables.shape[1] * self.block_size, "position past the block table"
-        assert (np.diff(batch.sequence_of_row) >= 0).all(), "a sequence's rows are not contiguous"
-        same = np.diff(batch.sequence_of_row) == 0
-        assert (np.diff(batch.positions)[same] == 1).all(), "a sequence's positions are not ascending"
-        assert (np.diff(batch.logit_rows) > 0).all(), "logit rows are not ascending"
-        owners: dict[int, int] = {}
-        for position, sequence in zip(batch.positions, batch.sequence_of_row, strict=True):
-            block = int(batch.block_tables[sequence][position // self.block_size])
-            assert owners.setdefault(block, int(sequence)) == int(sequence), "two sequences write to one block"
+    def _logits(self, token_ids: list[int]) -> np.ndarray:
+        """Pseudo-random logits of the token after `token_ids`, normal with deviation `spread`, at most half the
+        scripted one's."""
+        seen = token_ids if self._context is None else token_ids[-self._context :]
+        logits = np.random.default_rng([self._seed, *seen]).standard_normal(self.vocab_size) * self._spread
+        np.clip(logits, None, _SCRIPTED_LOGIT / 2, out=logits)
+        scripted = self._scripted(token_ids)
+        if scripted is not None:
+            logits[scripted] = _SCRIPTED_LOGIT
+        return logits
 
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser, elementwise on uint64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    def _scripted(self, token_ids: list[int]) -> int | None:
+        for prompt, continuation in self._script.items():
+            path = [*prompt, *continuation]
+            if len(prompt) <= len(token_ids) < len(path) and path[: len(token_ids)] == token_ids:
+                return path[len(token_ids)]
+        return None

@@ -1,7 +1,7 @@
-"""Who owns which block of a paged KV cache: sharing, copy-on-write, rollback, and the prefix cache.
+"""Who owns which KV cache block: sharing, copy-on-write, rollback, and finding known prefixes again.
 
-Knows block numbers and token ids. The tensors live in a backend; all this module ever asks of one is to copy a block.
-Knows nothing of sequences or scheduling.
+Knows block numbers and token ids. The tensors live in the backend, which is asked only to copy a block. A sequence's
+block table is a plain list of block numbers: position p is in block `table[p // block_size]`.
 """
 
 from __future__ import annotations
@@ -12,176 +12,170 @@ from collections.abc import Sequence as SequenceOf
 
 from paceline.errors import CapacityError
 
-_Key = tuple[int, tuple[int, ...]]  # content number of the block before (0: none), token ids of the block
-_UNPUBLISHED = 0
+_ROOT = 0  # the content number of the empty prefix
 
 
 class OutOfBlocks(CapacityError):
-    """Fewer blocks are available than a growing sequence needs. A scheduler's affair: no user ever sees it."""
+    """No block is free or evictable. Raised before anything was changed; the scheduler queues or preempts."""
 
 
 class KVCache:
-    """Bookkeeping for `num_blocks` blocks of `block_size` tokens.
+    """`num_blocks` blocks of `block_size` tokens.
 
-    A *block table* is a list of block numbers, owned by the caller and changed only here: token i of its sequence is in
-    block_table[i // block_size]. Blocks may be in several tables. A block that is full and computed can be *published*:
-    it is then found by later sequences that begin with the same tokens, even after its last owner has gone, until
-    the space is needed (least recently used first).
+    A block is in exactly one of three states: *held* by one or more tables, *evictable* (held by none, but its content
+    can still be found; the least recently held goes first), or *free*.
 
-    What is published is numbered. A block is found by the number of the block before it and its own token ids, so a
-    match is exact, with no hash to collide, and equal prefixes are stored once.
+    Published content is identified exactly, without hashing collisions: content number = the number given to the pair
+    (content number of the prefix before the block, the block's token ids). Equal numbers therefore mean equal tokens
+    from position 0 on. Numbers are never reused, so a block whose predecessor was evicted can no longer be found.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        copy_block: Callable[[int, int], None],
-        enable_prefix_cache: bool = True,
+        self, num_blocks: int, block_size: int, copy_block: Callable[[int, int], None], enable_prefix_cache: bool = True
     ):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._copy_block = copy_block
         self._enable_prefix_cache = enable_prefix_cache
-        self._num_owners = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, -1, -1))  # unowned and unpublished
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # unowned but published, least recently used first
-        self._content = [_UNPUBLISHED] * num_blocks  # the number of what is published in each block
-        self._key_of: dict[int, _Key] = {}  # of each published block
-        self._published: dict[_Key, int] = {}
-        self._num_contents = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._num_holders = [0] * num_blocks
+        self._content: list[int | None] = [None] * num_blocks  # content number of a published block
+        self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # findable block -> its key
+        self._findable: dict[tuple[int, tuple[int, ...]], int] = {}  # the reverse
+        self._last_content = _ROOT
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that can be handed out, those of the prefix cache nobody uses included."""
-        return len(self._blank) + len(self._evictable)
+        """Blocks that `grow` can take: free or evictable."""
+        return len(self._free) + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, token_ids: SequenceOf[int]) -> tuple[list[int], int]:
-        """A block table of the longest published beginning of `token_ids`, and how many tokens it holds.
+        """Hold the longest chain of published blocks that `token_ids` starts with: (block table, number of tokens).
 
-        At least one token is left to compute, since somebody wants its logits. The caller owns the table.
+        At least one token is left out, since its logits will be wanted.
         """
-        block_table: list[int] = []
-        if not self._enable_prefix_cache:
-            return block_table, 0
-        size, content = self.block_size, _UNPUBLISHED
-        for end in range(size, len(token_ids), size):
-            block = self._published.get((content, tuple(token_ids[end - size : end])))
-            if block is None:
-                break
-            content = self._content[block]
-            self._acquire(block)
-            block_table.append(block)
-        return block_table, len(block_table) * size
-
-    def num_blocks_to_grow(self, block_table: SequenceOf[int], num_tokens: int, first_write: int) -> int:
-        """How many available blocks `grow` with the same arguments would take."""
-        written = block_table[first_write // self.block_size :]
-        num_copies = sum(1 for block in written if self._num_owners[block] > 1)
-        return num_copies + max(0, self.num_blocks_for(num_tokens) - len(block_table))
+        table: list[int] = []
+        if self._enable_prefix_cache:
+            content, size = _ROOT, self.block_size
+            for start in range(0, len(token_ids) - size, size):
+                block = self._findable.get((content, tuple(token_ids[start : start + size])))
+                if block is None:
+                    break
+                content = self._content[block]
+                self._hold(block)
+                table.append(block)
+        return table, len(table) * self.block_size
 
     def grow(self, block_table: list[int], num_tokens: int, first_write: int) -> None:
         """Make room for `num_tokens` tokens, of which those from position `first_write` on may be written.
 
-        Blocks to be written that have other owners are replaced by copies, and published ones are published no longer.
-        Raises OutOfBlocks, with nothing changed, if there are too few.
+        Blocks to be written that other tables hold too are replaced by copies; published ones are no longer findable,
+        as their content is about to change. Raises OutOfBlocks, having changed nothing.
         """
-        num_needed = self.num_blocks_to_grow(block_table, num_tokens, first_write)
-        if num_needed > self.num_available_blocks:
-            raise OutOfBlocks(f"the KV cache has {self.num_available_blocks} blocks available of {num_needed} needed")
-        for index in range(first_write // self.block_size, len(block_table)):
-            block = block_table[index]
-            if self._num_owners[block] > 1:
-                block_table[index] = self._allocate()
-                self._copy_block(block, block_table[index])
-                self._drop(block)
-            elif self._content[block] != _UNPUBLISHED:
-                self._unpublish(block)
-        while len(block_table) * self.block_size < num_tokens:
+        num_missing = self.num_blocks_for(num_tokens) - len(block_table)
+        first_block = first_write // self.block_size
+        shared = [i for i in range(first_block, len(block_table)) if self._num_holders[block_table[i]] > 1]
+        num_wanted = max(num_missing, 0) + len(shared)
+        if num_wanted > self.num_available_blocks:
+            raise OutOfBlocks(
+                f"the KV cache needs {num_wanted} more blocks and has {self.num_available_blocks} of {self.num_blocks}.",
+                "wait for other requests to finish, or build with more KV cache memory",
+            )
+        for i in range(first_block, len(block_table)):
+            if self._content[block_table[i]] is not None and self._num_holders[block_table[i]] == 1:
+                self._forget(block_table[i])
+        for i in shared:
+            copy = self._allocate()
+            self._copy_block(block_table[i], copy)
+            self._drop(block_table[i])
+            block_table[i] = copy
+        for _ in range(num_missing):
             block_table.append(self._allocate())
 
-    def publish(self, block_table: list[int], token_ids: SequenceOf[int], num_computed_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_computed_tokens` tokens, whose ids are `token_ids`.
+    def publish(self, block_table: SequenceOf[int], token_ids: SequenceOf[int], num_computed_tokens: int) -> None:
+        """Make the full blocks among the first `num_computed_tokens` tokens findable. Costs O(new full blocks).
 
-        Where the same content is published already, the table takes that block and gives its own back. Published blocks
-        are always the first ones of a table, so only new ones are looked at.
+        Where another block already has the same content, that one stays the findable one.
         """
         if not self._enable_prefix_cache:
             return
-        size = self.block_size
-        num_full = num_computed_tokens // size
-        first = num_full
-        while first > 0 and self._content[block_table[first - 1]] == _UNPUBLISHED:
+        num_full = first = num_computed_tokens // self.block_size
+        while first > 0 and self._content[block_table[first - 1]] is None:
             first -= 1
+        content = self._content[block_table[first - 1]] if first > 0 else _ROOT
         for index in range(first, num_full):
-            before = self._content[block_table[index - 1]] if index else _UNPUBLISHED
-            key = (before, tuple(token_ids[index * size : (index + 1) * size]))
-            block, twin = block_table[index], self._published.get(key)
-            if twin is not None:
-                self._acquire(twin)
-                block_table[index] = twin
-                self._drop(block)
-                continue
-            self._num_contents += 1
-            self._content[block] = self._num_contents
-            self._key_of[block] = key
-            self._published[key] = block
+            start = index * self.block_size
+            key = (content, tuple(token_ids[start : start + self.block_size]))
+            block, known = block_table[index], self._findable.get(key)
+            if known is None:
+                self._last_content += 1
+                self._content[block] = self._last_content
+                self._key[block], self._findable[key] = key, block
+            else:
+                self._content[block] = self._content[known]
+            content = self._content[block]
 
     def truncate(self, block_table: list[int], num_tokens: int) -> None:
-        """Give back the blocks past the first `num_tokens` tokens (rollback)."""
+        """Let go of the blocks past the first `num_tokens` tokens. Nothing is written: rollback costs nothing else."""
         num_kept = self.num_blocks_for(num_tokens)
-        while len(block_table) > num_kept:  # last first: the end of a prefix is evicted before its beginning
+        while len(block_table) > num_kept:
             self._drop(block_table.pop())
 
     def fork(self, block_table: SequenceOf[int]) -> list[int]:
-        """Another table of the same blocks. Whoever writes to one of them first, in `grow`, gets a copy."""
+        """A table that shares all blocks; whichever side writes first gets copies."""
         for block in block_table:
-            self._acquire(block)
+            self._hold(block)
         return list(block_table)
 
     def release(self, block_table: list[int]) -> None:
-        """Give all blocks back and empty the table. Published ones can still be found until they are evicted."""
+        """Let go of everything, the end first, so that a prefix outlives what builds on it. Empties the table."""
         self.truncate(block_table, 0)
 
-    def check(self, block_tables: Iterable[SequenceOf[int]]) -> None:
-        """Raise AssertionError unless `block_tables` are all there are and every block is accounted for."""
-        owners = Counter(block for table in block_tables for block in table)
-        assert self._num_owners == [owners[block] for block in range(self.num_blocks)], "owners miscounted"
-        unowned = [*self._blank, *self._evictable]
-        assert len(unowned) == len(set(unowned)), "a block is available twice"
-        assert set(unowned) == {block for block in range(self.num_blocks) if not owners[block]}, "a block leaked"
-        published = {block for block in range(self.num_blocks) if self._content[block] != _UNPUBLISHED}
-        assert published == set(self._key_of) == set(self._published.values()), "the prefix cache has stale entries"
-        assert all(self._published[key] == block for block, key in self._key_of.items()), "a block is published twice"
-        assert published >= set(self._evictable) and not published & set(self._blank), "a blank block is published"
+    def check(self, tables: Iterable[SequenceOf[int]]) -> None:
+        """AssertionError unless the books balance, `tables` being all tables in use."""
+        holders = Counter(block for table in tables for block in table)
+        for block in range(self.num_blocks):
+            assert self._num_holders[block] == holders[block], (
+                f"block {block} has {holders[block]} holders, {self._num_holders[block]} on the books"
+            )
+            states = (holders[block] > 0) + (block in self._evictable) + self._free.count(block)
+            assert states == 1, f"block {block} is in {states} of the states held, evictable and free"
+            if block in self._evictable:
+                assert block in self._key, f"block {block} is kept though it cannot be found"
+            if holders[block] == 0 and block not in self._evictable:
+                assert self._content[block] is None, f"free block {block} still has content"
+        assert {block: key for key, block in self._findable.items()} == self._key, "the prefix index disagrees"
 
     def _allocate(self) -> int:
-        if self._blank:
-            block = self._blank.pop()
+        if self._free:
+            block = self._free.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
-            self._unpublish(block)
-        self._num_owners[block] = 1
+            self._forget(block)
+        self._num_holders[block] = 1
         return block
 
-    def _acquire(self, block: int) -> None:
-        if self._num_owners[block] == 0:
+    def _hold(self, block: int) -> None:
+        if self._num_holders[block] == 0:
             del self._evictable[block]
-        self._num_owners[block] += 1
+        self._num_holders[block] += 1
 
     def _drop(self, block: int) -> None:
-        self._num_owners[block] -= 1
-        if self._num_owners[block] > 0:
-            return
-        if self._content[block] == _UNPUBLISHED:
-            self._blank.append(block)
-        else:
-            self._evictable[block] = None
+        self._num_holders[block] -= 1
+        if self._num_holders[block] == 0:
+            if block in self._key:
+                self._evictable[block] = None
+            else:
+                self._content[block] = None  # a duplicate of a findable block, or never published
+                self._free.append(block)
 
-    def _unpublish(self, block: int) -> None:
-        """What was published after this block is found no more, since its number is never given out again."""
-        del self._published[self._key_of.pop(block)]
-        self._content[block] = _UNPUBLISHED
+    def _forget(self, block: int) -> None:
+        """The block's content is no longer what was published."""
+        self._content[block] = None
+        key = self._key.pop(block, None)
+        if key is not None:
+            del self._findable[key]
