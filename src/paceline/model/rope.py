@@ -42,13 +42,6 @@ def rope_cos_sin(architecture: Architecture, layer: int, max_seq_len: int) -> tu
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
-def rotate(vectors: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate [rows, heads, head_dim] by each row's angles, cosine and sine [rows, head_dim / 2]; float32 out."""
-    first, second = vectors.float().chunk(2, dim=-1)
-    cosine, sine = cosine[:, None], sine[:, None]
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-
-
 def _impossible(theta: float, scaling: RopeScaling | None) -> CheckpointError:
     return CheckpointError(
         f"`rope_theta` {theta} with `rope_scaling` {scaling} gives no finite frequencies",
