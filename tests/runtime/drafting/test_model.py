@@ -129,6 +129,15 @@ class TestOtherModel:
         fresh, _ = make_drafter(SlotBackend(OTHER_MODEL))
         assert drafter.propose([sequence], [4]) == fresh.propose([sequence], [4])
 
+    def test_rejected_tokens_give_their_blocks_back(self):
+        drafter, kv_cache = make_drafter(SlotBackend())
+        sequence = make_sequence()
+        [draft] = drafter.propose([sequence], [15])  # 6 known tokens and 14 of the drafted ones in 5 blocks
+        assert kv_cache.num_available_blocks == 64 - 5
+        sequence.token_ids.append((draft.token_ids[0] + 1) % EOS)
+        drafter.propose([sequence], [1])
+        assert kv_cache.num_available_blocks == 64 - 2
+
     def test_an_unchanged_sequence_gets_the_same_draft(self):
         drafter, _ = make_drafter(SlotBackend(OTHER_MODEL))
         sequence = make_sequence()
