@@ -59,18 +59,12 @@ def open_backend(
     kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Backend:
     """The native backend where there is a pool for it, else the PyTorch one."""
-    sizes = {"num_blocks": num_blocks, "max_rows": max_rows, "max_seq_len": max_seq_len, "kv_dtype": kv_dtype}
+    common = {"vocab_size": weights.vocab_size, "activation_group": weights.activation_group}
+    sizes = common | {"num_blocks": num_blocks, "max_rows": max_rows, "max_seq_len": max_seq_len, "kv_dtype": kv_dtype}
     if pool is not None:
-        return NativeBackend(
-            weights.architecture,
-            weights.tensors,
-            vocab_size=weights.vocab_size,
-            activation_group=weights.activation_group,
-            pool=pool,
-            **sizes,
-        )
+        return NativeBackend(weights.architecture, weights.tensors, pool=pool, **sizes)
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
             "`device: cuda`, but PyTorch sees no NVIDIA GPU", hint="use `device: cpu`, or install a CUDA build of torch."
         )
-    return TorchBackend.from_packed(weights, device=device, block_size=BLOCK_SIZE, **sizes)
+    return TorchBackend(weights.architecture, weights.tensors, device=device, block_size=BLOCK_SIZE, **sizes)
