@@ -53,7 +53,7 @@ class FakeBackend:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         rows = len(batch.token_ids)
         assert 0 < rows <= self.max_rows, f"{rows} rows, at most {self.max_rows} fit"
-        assert 0 <= batch.token_ids.min() and batch.token_ids.max() < self.vocab_size, "a token outside the vocabulary"
+        assert batch.token_ids.min() >= 0 and batch.token_ids.max() < self.vocab_size, "a token outside the vocabulary"
         self.num_rows_per_call.append(rows)
         slots = [self._slots(batch, row) for row in range(rows)]
         written = [int(row_slots[-1]) for row_slots in slots]

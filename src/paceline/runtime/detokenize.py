@@ -65,38 +65,63 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Looks for stop strings in text that comes in pieces, holding back what may be the beginning of one."""
+    """Looks for stop strings in text that comes in pieces, holding back what may be the beginning of one.
+
+    Knuth, Morris and Pratt's automaton, one per string: constant work per character (amortised) whatever the strings,
+    and a result that does not depend on how the text was cut into pieces.
+    """
 
     def __init__(self, stop: SequenceOf[str], include_in_output: bool):
         self._stop = tuple(stop)
         self._include_in_output = include_in_output
+        self._borders = [_borders(text) for text in self._stop]
+        self._num_matched = [0] * len(self._stop)  # how much of each string the text ends with
         self._held = ""
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
-        """(text that can be shown, whether a stop string was completed). The earliest match counts, the longest of
-        those; text is cut before it (after it if included) and nothing is held. `may_stop` False lets matches pass."""
+        """(text that can be shown, whether a stop string was completed).
+
+        The match that is completed first counts, the longest of those; text is cut before it, or after it if it is to
+        be included. `may_stop` False lets matches pass.
+        """
         if not self._stop:
             return text, False
         text = self._held + text
-        if may_stop:
-            found = [(text.find(stop), -len(stop)) for stop in self._stop if stop in text]
-            if found:
-                start, negative_length = min(found)
+        for end in range(len(self._held) + 1, len(text) + 1):
+            longest = self._advance(text[end - 1])
+            if longest and may_stop:
                 self._held = ""
-                return text[: start - negative_length if self._include_in_output else start], True
-        num_held = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], False
+                return text[: end if self._include_in_output else end - longest], True
+        num_shown = len(text) - max(self._num_matched)
+        self._held = text[num_shown:]
+        return text[:num_shown], False
 
     def flush(self) -> str:
         """What was held back, as no more text comes."""
         held, self._held = self._held, ""
         return held
 
+    def _advance(self, character: str) -> int:
+        """Take one character: the length of the longest stop string that it completes, 0 if none."""
+        longest = 0
+        for index, (stop, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
+            matched = self._num_matched[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                longest = max(longest, matched)
+                matched = borders[matched - 1]
+            self._num_matched[index] = matched
+        return longest
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+
+def _borders(text: str) -> list[int]:
+    """For each beginning of `text`: the length of its longest proper end that is also a beginning of `text`."""
+    borders = [0] * len(text)
+    for end in range(1, len(text)):
+        length = borders[end - 1]
+        while length and text[length] != text[end]:
+            length = borders[length - 1]
+        borders[end] = length + (text[length] == text[end])
+    return borders

@@ -82,7 +82,7 @@ class KVCache:
         num_wanted = max(num_missing, 0) + len(shared)
         if num_wanted > self.num_available_blocks:
             raise OutOfBlocks(
-                f"the KV cache needs {num_wanted} more blocks and has {self.num_available_blocks} of {self.num_blocks}.",
+                f"the KV cache needs {num_wanted} more blocks, has {self.num_available_blocks} of {self.num_blocks}.",
                 "wait for other requests to finish, or build with more KV cache memory",
             )
         for i in range(first_block, len(block_table)):

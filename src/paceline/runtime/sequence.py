@@ -42,6 +42,7 @@ class SequenceStats:
     arrived_at: float = field(default_factory=time.perf_counter)
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
     finished_at: float | None = None
     num_rounds: int = 0  # target forward passes that yielded at least one token
     num_draft_tokens: int = 0
