@@ -2,6 +2,7 @@
 // nothing of requests, sampling or files. The Python twin of this arithmetic is model/decoder.py.
 #include <chrono>
 #include <memory>
+#include <numeric>
 #include "attention.h"
 #include "linear.h"
 #include "threads.h"
@@ -45,8 +46,9 @@ class Decoder {
 public:
     Decoder(const DecoderConfig& config, const LayerWeights* layers, ThreadPool* pool)
         : c_(config), layers_(layers, layers + config.num_layers), pool_(*pool) {
-        const int widest = std::max({c_.hidden, c_.intermediate, c_.num_heads * c_.head_dim});
+        const int widest = std::max(c_.hidden, c_.num_heads * c_.head_dim);
         input_.reserve(c_.max_rows, widest);
+        inner_.reserve(c_.max_rows, c_.intermediate);
         residual_.resize(size_t(c_.max_rows) * c_.hidden);
         qkv_.resize(size_t(c_.max_rows) * qkv_width());
         mixed_.resize(size_t(c_.max_rows) * std::max(c_.hidden, c_.num_heads * c_.head_dim));
@@ -57,7 +59,7 @@ public:
 
     void forward(const Step& step) {
         plan(step);
-        input_.rows = step.num_rows;
+        input_.rows = inner_.rows = step.num_rows;
         pool_.run([&](int thread) {
             if (thread == 0) mark_ = std::chrono::steady_clock::now();
             embed(step, thread);
@@ -155,19 +157,19 @@ private:
         return std::max(1, blocks / (runs * unit)) * unit;
     }
 
-    void project(const Linear& layer, float* out, int stride, int thread, Phase phase) {
+    void project(const Activations& x, const Linear& layer, float* out, int stride, int thread, Phase phase) {
         pool_.for_each(layer.blocks(), grain(layer.blocks(), 4), [&](int first, int last) {
-            linear(input_, layer, first, last,
+            linear(x, layer, first, last,
                    [&](int row, int block, f32x16 y) { store(out + size_t(row) * stride + block * LANES, y); });
         });
         lap(thread, phase);
     }
 
     // A sublayer's last projection: straight onto the residual, or aside when a norm must come between.
-    void project_back(const Linear& layer, bool aside, int thread, Phase phase) {
-        if (aside) return project(layer, mixed_.data(), c_.hidden, thread, phase);
+    void project_back(const Activations& x, const Linear& layer, bool aside, int thread, Phase phase) {
+        if (aside) return project(x, layer, mixed_.data(), c_.hidden, thread, phase);
         pool_.for_each(layer.blocks(), grain(layer.blocks(), 4), [&](int first, int last) {
-            linear(input_, layer, first, last, [&](int row, int block, f32x16 y) {
+            linear(x, layer, first, last, [&](int row, int block, f32x16 y) {
                 float* at = residual_.data() + size_t(row) * c_.hidden + block * LANES;
                 store(at, load(at) + y);
             });
@@ -179,10 +181,10 @@ private:
         const LayerWeights& w = layers_[l];
         const float* pending = l > 0 ? layers_[l - 1].post_ffn_norm : nullptr;
         norm_rows(step, thread, pending, w.attention_norm, w.qkv);
-        project(w.qkv, qkv_.data(), qkv_width(), thread, QKV);
+        project(input_, w.qkv, qkv_.data(), qkv_width(), thread, QKV);
         if (c_.kv_is_float32) mix<float>(step, l, thread);
         else mix<bf16>(step, l, thread);
-        project_back(w.o, w.post_attention_norm != nullptr, thread, OUTPUT);
+        project_back(input_, w.o, w.post_attention_norm != nullptr, thread, OUTPUT);
     }
 
     template <typename KV> void mix(const Step& step, int l, int thread) {
@@ -321,19 +323,28 @@ private:
     void feed_forward(const Step& step, int l, int thread) {
         const LayerWeights& w = layers_[l];
         norm_rows(step, thread, w.post_attention_norm, w.ffn_norm, w.gate_up);
-        pool_.for_each(w.gate_up.blocks(), grain(w.gate_up.blocks(), 4), [&](int first, int last) {
+        // Whoever computes a group of the next layer's inputs also quantises it, while it is in its own cache.
+        const int group_blocks = 2 * w.down.group / LANES;
+        const bool whole_groups = w.down.kind == INT8 && w.down.group % LANES == 0 && w.down.group <= MAX_FUSED_GROUP;
+        const int unit = whole_groups ? std::lcm(group_blocks, 4) : 4;
+        pool_.for_each(w.gate_up.blocks(), grain(w.gate_up.blocks(), unit), [&](int first, int last) {
             linear(input_, w.gate_up, first, last, [&](int row, int block, f32x16 y) {
                 float* at = gated_.data() + size_t(row) * c_.intermediate + (block / 2) * LANES;
                 if (block % 2 == 0) store(at, y);
                 else store(at, (c_.gelu ? gelu_tanh(load(at)) : silu(load(at))) * y);
             });
+            if (whole_groups)
+                for (int row = 0; row < step.num_rows; ++row)
+                    inner_.set_part(row, gated_.data() + size_t(row) * c_.intermediate, w.down, first / 2 * LANES,
+                                    last / 2 * LANES);
         });
         lap(thread, GATE_UP);
-        pool_.for_each(step.num_rows, 1, [&](int row, int) {
-            input_.set_row(row, gated_.data() + size_t(row) * c_.intermediate, w.down);
-        });
+        if (!whole_groups)
+            pool_.for_each(step.num_rows, 1, [&](int row, int) {
+                inner_.set_row(row, gated_.data() + size_t(row) * c_.intermediate, w.down);
+            });
         lap(thread, QUANTISE);
-        project_back(w.down, w.post_ffn_norm != nullptr, thread, DOWN);
+        project_back(inner_, w.down, w.post_ffn_norm != nullptr, thread, DOWN);
     }
 
     void head(const Step& step, int thread) {
@@ -374,12 +385,13 @@ private:
 
     int query_stride() const { return (c_.head_dim <= 64 ? 64 : c_.head_dim <= 128 ? 128 : 256) + LANES; }
 
+    static constexpr int MAX_FUSED_GROUP = 512;
     static constexpr size_t SCRATCH_FLOATS = MAX_QUERIES * (MAX_HEAD_DIM + LANES + SCORE_STRIDE);
     static constexpr size_t PARTIAL_FLOATS = size_t(8) << 20;
     DecoderConfig c_;
     std::vector<LayerWeights> layers_;
     ThreadPool& pool_;
-    Activations input_;
+    Activations input_, inner_;  // what the layer at hand reads; inner_ that of `down`
     std::vector<float> residual_, qkv_, mixed_, gated_, normed_, scratch_, outputs_;
     std::vector<Partial> partials_;
     std::vector<QueryTile> tiles_;

@@ -30,6 +30,19 @@ static inline int tile_width(int rows) {
     return width;
 }
 
+// Sixteen values that fit int8, as four groups of four bytes, `stride` apart.
+static inline void store_fours(int8_t* to, size_t stride, i32x16 values) {
+    typedef int8_t i8x16 __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+    const i8x16 bytes = (i8x16)_mm512_cvtepi32_epi8((__m512i)values);
+#else
+    const i8x16 bytes = __builtin_convertvector(values, i8x16);
+#endif
+    int32_t fours[4];
+    std::memcpy(fours, &bytes, 16);
+    for (int i = 0; i < 4; ++i) std::memcpy(to + i * stride, fours + i, 4);
+}
+
 // The rows of one linear layer's input, quantised or not, in tiles.
 struct Activations {
     std::vector<int8_t> quantised;  // [tile][in/4][width][4]
@@ -48,17 +61,20 @@ struct Activations {
     int num_tiles() const { return (rows + MAX_TILE - 1) / MAX_TILE; }
     int width(int tile) const { return tile_width(std::min(rows - tile * MAX_TILE, MAX_TILE)); }
 
-    // Take one row of float32 inputs in the form that `layer` wants. Symmetric int8 per group: scale = max|x| / 127.
-    void set_row(int row, const float* x, const Linear& layer) {
+    void set_row(int row, const float* x, const Linear& layer) { set_part(row, x, layer, 0, layer.in); }
+
+    // Take inputs [first, last) of the row `x` in the form that `layer` wants; whole groups of them. Symmetric int8 per
+    // group: scale = max|x| / 127.
+    void set_part(int row, const float* x, const Linear& layer, int first, int last) {
         const int tile = row / MAX_TILE, lane = row % MAX_TILE, w = width(tile);
         if (layer.kind != INT8) {
             float* out = values.data() + size_t(tile) * MAX_TILE * layer.in + lane;
-            for (int k = 0; k < layer.in; ++k) out[size_t(k) * w] = x[k];
+            for (int k = first; k < last; ++k) out[size_t(k) * w] = x[k];
             return;
         }
         const int groups = layer.in / layer.group;
         int8_t* out = quantised.data() + size_t(tile) * MAX_TILE * layer.in + lane * 4;
-        for (int g = 0; g < groups; ++g) {
+        for (int g = first / layer.group; g < last / layer.group; ++g) {
             const float* xs = x + g * layer.group;
             f32x16 top = splat(0.0f);
             int k = 0;
@@ -67,26 +83,18 @@ struct Activations {
             for (; k < layer.group; ++k) largest = std::max(largest, std::fabs(xs[k]));
             const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
             i32x16 totals = splat(0);
-            int32_t total = 0;
-            for (k = 0; k < layer.group; k += 4) {
-                if (k % LANES == 0 && k + LANES <= layer.group) {
-                    const i32x16 q = round_to_int(load(xs + k) * splat(inverse));
-                    totals += q;
-                    int32_t wide[LANES]; std::memcpy(wide, &q, 64);
-                    int8_t narrow[LANES];
-                    for (int i = 0; i < LANES; ++i) narrow[i] = int8_t(wide[i]);
-                    for (int i = 0; i < 4; ++i)
-                        std::memcpy(out + size_t((g * layer.group + k) / 4 + i) * w * 4, narrow + 4 * i, 4);
-                    k += LANES - 4;
-                } else {
-                    for (int i = 0; i < 4; ++i) {
-                        const int8_t q = int8_t(std::nearbyint(xs[k + i] * inverse));
-                        total += q;
-                        out[size_t((g * layer.group + k) / 4) * w * 4 + i] = q;
-                    }
-                }
+            int8_t* to = out + size_t(g) * (layer.group / 4) * w * 4;
+            for (k = 0; k + LANES <= layer.group; k += LANES, to += 16 * w) {
+                const i32x16 q = round_to_int(load(xs + k) * splat(inverse));
+                totals += q;
+                store_fours(to, size_t(w) * 4, q);
             }
-            for (int i = 0; i < LANES; ++i) total += totals[i];
+            int32_t total = sum(totals);
+            for (; k < layer.group; k += 4, to += 4 * w)
+                for (int i = 0; i < 4; ++i) {
+                    to[i] = int8_t(std::nearbyint(xs[k + i] * inverse));
+                    total += to[i];
+                }
             scales[size_t(row) * groups + g] = largest / 127.0f;
             offsets[size_t(row) * groups + g] = -128 * total;
         }

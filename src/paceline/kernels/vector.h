@@ -69,6 +69,11 @@ static inline float sum(f32x16 v) {
         for (int i = 0; i < width; ++i) a[i] += a[i + width];
     return a[0];
 }
+static inline int32_t sum(i32x16 v) {
+    int32_t total = 0;
+    for (int i = 0; i < LANES; ++i) total += v[i];
+    return total;
+}
 static inline float maximum(f32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
