@@ -205,14 +205,14 @@ def test_an_interrupted_download_continues_where_it_stopped(served, monkeypatch)
     assert checkpoint.digest == open_directory(served.root).digest
 
 
-def test_a_download_that_failed_says_it_can_be_continued(served, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+def test_a_download_that_failed_can_be_continued(served, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("cable pulled")
 
-    def stop(done, total):
-        raise RuntimeError("no more")
-
-    with pytest.raises(CheckpointError, match="stopped") as caught:
-        open_checkpoint(REPOSITORY, progress=stop)
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub._snapshot_download.hf_hub_download", fail)
+        with pytest.raises(CheckpointError, match=r"stopped \(ConnectionError: cable pulled\)") as caught:
+            open_checkpoint(REPOSITORY)
     assert "continues where it stopped" in caught.value.hint
     assert open_checkpoint(REPOSITORY).digest == open_directory(served.root).digest
 

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from paceline.errors import CheckpointError
 
-Progress = Callable[[int, int], None]  # bytes on disk so far, bytes in all as far as known
+# Told bytes on disk so far, and bytes in all as far as known. Must not raise: it is called under a lock of the bars.
+Progress = Callable[[int, int], None]
 
 _TEXT_SUFFIXES = (".json", ".jinja")
 # Of several GGUF files: Q8_0 first, since an int8 engine loses least against it per byte downloaded.
