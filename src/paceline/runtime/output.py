@@ -28,27 +28,31 @@ class TokenLogprobs:
 
 @dataclass
 class SequenceOutput:
-    """What is new of one choice of a request. `text` may lag behind `token_ids`: it waits for whole characters and
+    """What is new of one choice of a request. Its text may lag behind `token_ids`: it waits for whole characters and
     for stop strings that may have begun. `logprobs` is None unless asked for."""
 
     request_id: str
     index: int
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)  # of each token: the text it completed; at the end, what was held
     origins: list[str] = field(default_factory=list)  # of each token: "target" | "draft" | "suffix"
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
 
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
 
 def joined(outputs: Iterable[SequenceOutput]) -> SequenceOutput:
     """The outputs of one choice, in order, as one."""
     first, *others = outputs
-    whole = replace(first, token_ids=list(first.token_ids), origins=list(first.origins))
+    whole = replace(first, token_ids=[*first.token_ids], pieces=[*first.pieces], origins=[*first.origins])
     whole.logprobs = None if first.logprobs is None else list(first.logprobs)
     for output in others:
         whole.token_ids += output.token_ids
-        whole.text += output.text
+        whole.pieces += output.pieces
         whole.origins += output.origins
         if whole.logprobs is not None:
             whole.logprobs += output.logprobs or []
@@ -86,17 +90,17 @@ class OutputStream:
     ) -> SequenceOutput:
         """Append `token_ids` as far as the sequence's end, and return what is new. The other arguments run parallel."""
         sequence = self._sequence
-        text, num_taken = "", 0
-        while num_taken < len(token_ids) and not sequence.finished:
-            text += self._take(token_ids[num_taken])
-            num_taken += 1
+        pieces: list[str] = []
+        while len(pieces) < len(token_ids) and not sequence.finished:
+            pieces.append(self._take(token_ids[len(pieces)]))
+        num_taken = len(pieces)
         sequence.origins += origins[:num_taken]
-        return self._output(list(token_ids[:num_taken]), text, list(origins[:num_taken]), logprobs)
+        return self._output(list(token_ids[:num_taken]), pieces, list(origins[:num_taken]), logprobs)
 
     def cancel(self) -> SequenceOutput:
         """End the sequence here; the text still held back comes now."""
         self._sequence.finish_reason = FinishReason.CANCELLED
-        return self._output([], self._flush(), [], None if self._sequence.sampling.logprobs is None else [])
+        return self._output([], [self._flush()], [], None if self._sequence.sampling.logprobs is None else [])
 
     def _take(self, token_id: int) -> str:
         """Append one token; returns the text to show."""
@@ -120,14 +124,14 @@ class OutputStream:
         return self._stop_strings.flush() + self._detokenizer.flush()
 
     def _output(
-        self, token_ids: list[int], text: str, origins: list[str], logprobs: list[TokenLogprobs] | None
+        self, token_ids: list[int], pieces: list[str], origins: list[str], logprobs: list[TokenLogprobs] | None
     ) -> SequenceOutput:
         sequence = self._sequence
         return SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
             token_ids=token_ids,
-            text=text,
+            pieces=pieces,
             origins=origins,
             logprobs=None if logprobs is None else logprobs[: len(token_ids)],
             finish_reason=sequence.finish_reason,
