@@ -138,11 +138,12 @@ class KVCache:
     def check(self, tables: Iterable[SequenceOf[int]]) -> None:
         """AssertionError unless the books balance, `tables` being all tables in use."""
         holders = Counter(block for table in tables for block in table)
+        free = Counter(self._free)
         for block in range(self.num_blocks):
             assert self._num_holders[block] == holders[block], (
                 f"block {block} has {holders[block]} holders, {self._num_holders[block]} on the books"
             )
-            states = (holders[block] > 0) + (block in self._evictable) + self._free.count(block)
+            states = (holders[block] > 0) + (block in self._evictable) + free[block]
             assert states == 1, f"block {block} is in {states} of the states held, evictable and free"
             if block in self._evictable:
                 assert block in self._key, f"block {block} is kept though it cannot be found"
