@@ -168,6 +168,18 @@ class TestPrefix:
         compute(cache, tensors, [2, 2, 2, 2, 6, 6, 6, 6])
         assert cache.match_prefix([2, 2, 2, 2, 5, 5, 5, 5, 0])[1] == 4
 
+    def test_what_follows_a_prefix_computed_twice_at_once_is_found(self):
+        cache, tensors = make_cache(8)
+        token_ids = list(range(12))
+        tables: list[list[int]] = [[], []]
+        for table in tables:
+            cache.grow(table, 8, 0)
+            tensors.write(table, token_ids[:8], 0)
+        for table in tables:
+            cache.publish(table, token_ids, 8)
+        compute(cache, tensors, token_ids, tables[1], 8)
+        assert cache.match_prefix([*token_ids, 99])[1] == 12
+
     def test_what_is_not_published_is_not_found(self):
         cache, tensors = make_cache(8)
         table: list[int] = []

@@ -59,6 +59,9 @@ class World:
             draft_rows -= len(drafts[-1])
         turns = scheduler.allot(decoding, drafts)
         self.check(turns)
+        if self.chunked:
+            with_turn = {turn.sequence for turn in turns}
+            assert all(sequence in with_turn for sequence in decoding if sequence in scheduler.running)
         for turn in turns:
             self.commit(turn, accept)
         cache.check([sequence.block_table for sequence in scheduler.running])
@@ -185,6 +188,16 @@ class TestRows:
         assert steps[0] == [("a", 6)], "nothing overtakes a prompt that waits for rows"
         assert steps[1] == [("b", 6), ("c", 4)]
 
+    def test_drafts_longer_than_what_was_offered_are_cut(self):
+        world = World(row_budget=8, max_batch_size=2)
+        for index in range(2):
+            world.scheduler.add(make_sequence(str(index), 4, 40, first_token=100 * index))
+        world.step()
+        decoding, _ = world.scheduler.schedule()
+        turns = world.scheduler.allot(decoding, [Draft([7] * 5, torch.ones(5, 3) / 3), Draft([7] * 5)])
+        world.check(turns)
+        assert [turn.num_rows for turn in turns] == [6, 2]
+
     def test_a_draft_never_reaches_past_the_last_token(self):
         world = World()
         world.scheduler.add(make_sequence("a", 3, 4))
@@ -237,6 +250,14 @@ class TestPreemption:
         assert world.preempted[0].request.request_id == "2"
         assert "0" not in {sequence.request.request_id for sequence in world.preempted}
         assert [sequence.request.request_id for sequence in world.finished] == ["0", "1", "2"]
+
+    def test_nobody_is_admitted_into_the_block_that_a_running_sequence_needs_next(self):
+        world = World(num_blocks=4, max_batch_size=2, row_budget=32, guaranteed=False, prefix_cache=False)
+        world.scheduler.add(make_sequence("a", 8, 4))
+        world.step()
+        world.scheduler.add(make_sequence("b", 7, 2, first_token=100))
+        world.run_out()
+        assert not world.preempted
 
     def test_drafts_preempt_nobody(self):
         world = World(num_blocks=4, max_batch_size=2, row_budget=32, guaranteed=False, prefix_cache=False)
