@@ -193,6 +193,11 @@ class TestStopStrings:
         assert matcher.push("xab", may_stop=False) == ("x", False)
         assert matcher.push("c") == ("", True)
 
+    def test_a_match_may_overlap_one_that_could_not_stop(self):
+        matcher = StopStrings(("aba",), False)
+        assert matcher.push("aba", may_stop=False) == ("ab", False)
+        assert matcher.push("ba") == ("", True)
+
     def test_a_long_stop_string_over_a_hostile_text_is_linear(self):
         compared = 0
 
