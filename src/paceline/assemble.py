@@ -16,8 +16,9 @@ import tokenizers
 import torch
 
 from paceline.build import autotune
-from paceline.build.builder import Listener, load_weights
+from paceline.build.builder import load_weights
 from paceline.build.manifest import TEMPLATE, TOKENIZER, Manifest, read_manifest, read_small_file
+from paceline.build.resolve import Listener
 from paceline.config import Config
 from paceline.errors import CapacityError, EngineFolderError
 from paceline.runtime.backend import Backend
@@ -72,7 +73,8 @@ def open_engine(
             f"warning: this engine was tuned on another CPU ({manifest.machine.cpu}); build it again with --retune to "
             "measure this one."
         )
-    device = "cuda" if manifest.kernels.name == "torch" and config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    on_gpu = manifest.kernels.name == "torch" and config.device != "cpu" and torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
     with_draft = speculation and manifest.draft is not None and manifest.method in ("draft", "hybrid")
     records = {"target": manifest.target} | ({"draft": manifest.draft} if with_draft else {})
     weights = {role: load_weights(folder, role, record) for role, record in records.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import paceline
-from paceline.errors import PacelineError
+from paceline.errors import HubUnreachableError, PacelineError
 
 app = typer.Typer(
     name="paceline",
@@ -31,8 +33,8 @@ app = typer.Typer(
     epilog="Start with `paceline build preset:smollm2-135m -o engines/demo`, then `paceline generate engines/demo "
     "--prompt 'def fib(n):' --compare`.",
 )
-talk = Console(stderr=True, highlight=False, soft_wrap=True)
-data = Console(highlight=False, soft_wrap=True)
+talk = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+data = Console(highlight=False, emoji=False, soft_wrap=True)
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or `preset:NAME`.")]
 SetOption = Annotated[
@@ -43,31 +45,53 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, 
 
 def main() -> None:
     """Entry point: every expected failure becomes a message and an exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shows another: no reason to fail.
+        stream.reconfigure(errors="replace")
     try:
-        app(standalone_mode=True)
-    except PacelineError as error:
-        _fail(error)
-    except KeyboardInterrupt:
-        talk.print("[yellow]interrupted[/]")
-        sys.exit(130)
+        try:
+            app()
+        except PacelineError as error:
+            _fail(error)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
+        # Whoever read our output has left, as `head` does; nothing more is to be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
-def _terminate(signum: int, frame: object) -> None:
-    talk.print("[yellow]terminated[/]")
-    sys.exit(128 + signum)
+def _stop(number: int, frame: object) -> None:
+    talk.print("interrupted" if number == signal.SIGINT else "terminated", style="yellow")
+    sys.exit(128 + number)
 
 
 def _fail(error: PacelineError) -> None:
     if "--json" in sys.argv:
-        kind = type(error).__name__
-        print(json.dumps({"error": {"type": kind, "message": error.message, "hint": error.hint}}))
+        _print_json({"error": _described(error)})
+    _say_error(error)
+    sys.exit(error.exit_code)
+
+
+def _described(error: PacelineError) -> dict[str, str | None]:
+    return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+
+
+def _say_error(error: PacelineError) -> None:
     talk.print("[bold red]error:[/] ", end="")
     talk.print(str(error), markup=False)
-    sys.exit(error.exit_code)
+
+
+def _say(text: str) -> None:
+    talk.print(text, style="yellow" if text.startswith("warning") else None, markup=False)
+
+
+def _show(table: Table) -> None:
+    """Print a table: folded to a terminal's width, one line per row for anything else that reads it."""
+    console = data if data.is_terminal else Console(highlight=False, emoji=False, width=10_000)
+    console.print(table)
 
 
 def _print_json(value: Any) -> None:
@@ -82,23 +106,24 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
 
 class BuildProgress:
-    """Shows a build's stages as progress bars on stderr; says notices between them."""
+    """Shows a build's stages on stderr: as bars on a terminal, as one line each elsewhere."""
 
     def __init__(self) -> None:
-        self._bars = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=talk, transient=not talk.is_terminal,
-        )  # fmt: skip
+        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}")
+        self._bars = Progress(*columns, TimeElapsedColumn(), console=talk)
         self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> BuildProgress:
-        self._bars.start()
+        if talk.is_terminal:
+            self._bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -106,19 +131,17 @@ class BuildProgress:
 
     def stage(self, name: str, done: int, total: int) -> None:
         if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total)
+            self._tasks[name] = self._bars.add_task(name, total=total, count="")
             if not talk.is_terminal:
                 talk.print(f"{name} ...", markup=False)
-        self._bars.update(self._tasks[name], completed=done, total=total)
-
-    def say(self, text: str) -> None:
-        talk.print(text, style="yellow" if text.startswith("warning") else None, markup=False)
+        count = f"{done / 1e6:.0f}/{total / 1e6:.0f} MB" if name.startswith("download") else f"{done}/{total}"
+        self._bars.update(self._tasks[name], completed=done, total=total, count=count)
 
 
 @app.command()
 def check(config: ConfigArgument, set_: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
-    """Print the resolved config, where each value came from, and warnings. Downloads no weights that are not here."""
-    from paceline.build.builder import Listener, resolve
+    """Print the resolved config, where each value came from, and warnings. Downloads nothing."""
+    from paceline.build.resolve import Listener, resolve
     from paceline.config import load_config
     from paceline.config.explain import explain
 
@@ -127,7 +150,9 @@ def check(config: ConfigArgument, set_: SetOption = [], as_json: JsonOption = Fa
     problem: PacelineError | None = None
     warnings: tuple[str, ...] = ()
     try:
-        warnings = resolve(loaded.config, Listener()).warnings
+        warnings = resolve(loaded.config, Listener(), offline=True).warnings
+    except HubUnreachableError as error:
+        warnings = (f"{error.message}: what depends on the checkpoints is not checked; `paceline build` fetches them.",)
     except PacelineError as error:
         problem = error
     if as_json:
@@ -135,7 +160,7 @@ def check(config: ConfigArgument, set_: SetOption = [], as_json: JsonOption = Fa
             "options": [{"path": r.path, "value": r.value, "origin": str(r.origin)} for r in rows],
             "notes": [str(note) for note in loaded.notes],
             "warnings": list(warnings),
-            "error": None if problem is None else {"message": problem.message, "hint": problem.hint},
+            "error": None if problem is None else _described(problem),
         })  # fmt: skip
     else:
         table = Table(box=None, pad_edge=False)
@@ -143,14 +168,16 @@ def check(config: ConfigArgument, set_: SetOption = [], as_json: JsonOption = Fa
             table.add_column(heading, overflow="fold")
         for row in rows:
             value = "–" if row.value is None else str(row.value)
-            table.add_row(row.path, value, str(row.origin), style="dim" if str(row.origin) == "default" else None)
-        data.print(table)
+            cells = map(escape, (row.path, value, str(row.origin)))
+            table.add_row(*cells, style="dim" if str(row.origin) == "default" else None)
+        _show(table)
         for note in loaded.notes:
-            talk.print(f"{'warning' if note.is_warning else 'note'}: {note}", markup=False)
+            _say(f"{'warning' if note.is_warning else 'note'}: {note}")
         for warning in warnings:
-            talk.print(f"warning: {warning}", style="yellow", markup=False)
+            _say(f"warning: {warning}")
     if problem:
-        raise problem
+        _say_error(problem)
+        raise typer.Exit(problem.exit_code)
 
 
 @app.command()
@@ -162,25 +189,26 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Build an engine folder from a config. Interrupted builds resume; a second build of the same config is instant."""
-    from paceline.build.builder import Listener, build_engine
+    from paceline.build.builder import build_engine
+    from paceline.build.resolve import Listener
     from paceline.config import load_config
 
     loaded = load_config(config, set_)
     for note in loaded.notes:
-        talk.print(f"{'warning' if note.is_warning else 'note'}: {note}", markup=False)
+        _say(f"{'warning' if note.is_warning else 'note'}: {note}")
     with BuildProgress() as progress:
-        manifest = build_engine(loaded.config, output, Listener(progress.stage, progress.say), retune)
+        manifest = build_engine(loaded.config, output, Listener(progress.stage, _say), retune)
     if as_json:
         _print_json({"engine": str(output), "manifest": manifest.model_dump(mode="json")})
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     size = manifest.target.weight_bytes + (manifest.draft.weight_bytes if manifest.draft else 0)
-    table.add_row("engine", f"{output} ({size / 1e6:.0f} MB)")
+    table.add_row("engine", f"{escape(str(output))} ({size / 1e6:.0f} MB)")
     for choice in manifest.choices:
-        table.add_row(choice.what, f"{choice.chosen} [dim]({choice.because})[/]")
+        table.add_row(choice.what, f"{escape(choice.chosen)} [dim]({escape(choice.because)})[/]")
     costs = ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in manifest.costs.target.items() if n in (1, 4, 8, 16, 32, 64))
     table.add_row("step by rows, ms", costs)
-    data.print(table)
+    _show(table)
 
 
 @app.command()
@@ -193,17 +221,21 @@ def presets(as_json: JsonOption = False) -> None:
         _print_json(described)
         return
     for name, first_line in described.items():
-        data.print(f"[bold]{name}[/]  {first_line}")
+        data.print(f"[bold]{name}[/]  {escape(first_line)}")
 
 
 @app.command()
 def generate(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder made by `paceline build`.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None,
-    chat: Annotated[str | None, typer.Option("--chat", "-c", help="A user's message, through the chat template.")] = None,
+    chat: Annotated[
+        str | None, typer.Option("--chat", "-c", help="A user's message, through the chat template.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompt from a file (`-`: stdin).")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Run plain and speculated; colour tokens by origin.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run plain and speculated; colour tokens by origin.")
+    ] = False,
     speculation: Annotated[
         str | None, typer.Option("--speculation", help="off, draft, suffix or hybrid; unset is the engine's own.")
     ] = None,
@@ -226,7 +258,7 @@ def generate(
             "stop": tuple(stop),
         },
     )  # fmt: skip
-    session = Session(engine, ask, say=lambda text: talk.print(text, style="yellow", markup=False))
+    session = Session(engine, ask, say=_say)
     if compare:
         _compare(session, stream, as_json)
         return
@@ -246,15 +278,22 @@ def _stream_text(text: str, origin: str) -> None:
 
 
 def _stream_coloured(text: str, origin: str) -> None:
-    data.print(text, end="", style=_COLOURS.get(origin), markup=False)
+    # Not through rich, which would expand tabs and drop control characters: this is the model's text.
+    colour = _COLOURS.get(origin) if data.is_terminal and not data.no_color else None
+    print(typer.style(text, fg=colour) if colour else text, end="", flush=True)
 
 
 def _compare(session: Any, stream: bool, as_json: bool) -> None:
     """Plain, then speculated; the plain run comes first so that it cannot profit from the other's cache."""
+
+    def between(name: str) -> None:
+        if stream and not as_json:
+            talk.print(f"{'' if name == 'plain' else chr(10)}── {name} ──", style="bold")
+
     comparison = session.compare(
         on_plain=_stream_text if stream and not as_json else None,
         on_speculated=_stream_coloured if stream and not as_json else None,
-        between=lambda name: talk.print(f"\n── {name} ──", style="bold"),
+        between=between,
     )
     if as_json:
         _print_json(dataclasses.asdict(comparison))
@@ -262,9 +301,9 @@ def _compare(session: Any, stream: bool, as_json: bool) -> None:
         if not stream:
             for text, origin in comparison.speculated.pieces:
                 _stream_coloured(text, origin)
-        data.print()
+        print(flush=True)
         legend = "  ".join(f"[{colour}]{name}[/]" if colour else name for name, colour in _COLOURS.items())
-        talk.print(f"\ntokens from: {legend}")
+        talk.print(f"tokens from: {legend}")
         for name, result in (("plain", comparison.plain), ("speculated", comparison.speculated)):
             talk.print(f"{name:>10}: {result.line()}", markup=False)
         speedup = f"{comparison.speedup:.2f}× the decoding speed"

@@ -35,6 +35,10 @@ class CheckpointError(PacelineError):
     exit_code = 3
 
 
+class HubUnreachableError(CheckpointError):
+    """A checkpoint is not on this machine and the hub cannot be, or was not to be, asked for it."""
+
+
 class CompatibilityError(PacelineError):
     """Target and draft cannot work together, or an engine cannot express what was asked."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assemble import OpenEngine, open_engine
-from paceline.build.builder import Listener
+from paceline.build.resolve import Listener
 from paceline.errors import RequestError
 from paceline.runtime.sampling import SamplingParams
 from paceline.runtime.sequence import Request, SpeculationParams
@@ -85,13 +85,13 @@ class Session:
     def __init__(self, folder: Path, ask: Ask, say: Callable[[str], None] = lambda text: None):
         self._ask = ask
         text = _prompt_text(ask)
-        self._opened = open_engine(folder, listener=Listener(say=say))
-        self._prompt = encode_prompt(self._opened, text, chat=ask.chat is not None)
         self._sampling = SamplingParams(**ask.sampling)
         if ask.speculation not in (None, "off", "draft", "suffix", "hybrid"):
             raise RequestError(
                 f"`--speculation` must be off, draft, suffix or hybrid, got `{ask.speculation}`", field="speculation"
             )
+        self._opened = open_engine(folder, listener=Listener(say=say))
+        self._prompt = encode_prompt(self._opened, text, chat=ask.chat is not None)
         self._count = 0
 
     def run(self, on_text: OnText | None = None) -> Result:
@@ -167,14 +167,28 @@ def _prompt_text(ask: Ask) -> str:
             hint="for example --prompt 'def fibonacci(n):'.",
             field="prompt",
         )
-    if ask.file is None:
-        return given[0]
     try:
-        content = sys.stdin.buffer.read(MAX_PROMPT_BYTES) if str(ask.file) == "-" else ask.file.read_bytes()
+        if ask.file is None:
+            # Bytes of the command line that are not UTF-8 reach us as surrogates, which no tokenizer takes.
+            return given[0].encode("utf-8", "surrogateescape").decode("utf-8")
+        content = _read(ask.file)
+        if len(content) > MAX_PROMPT_BYTES:
+            raise RequestError(
+                f"`--file` {ask.file} is larger than {MAX_PROMPT_BYTES >> 20} MiB", hint="shorten it.", field="file"
+            )
         return content.decode("utf-8")
     except OSError as error:
         raise RequestError(f"`--file` {ask.file} cannot be read: {error.strerror}", field="file") from error
     except UnicodeDecodeError as error:
+        name = "the prompt" if ask.file is None else f"`--file` {ask.file}"
         raise RequestError(
-            f"`--file` {ask.file} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8.", field="file"
+            f"{name} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8.", field="prompt"
         ) from error
+
+
+def _read(file: Path) -> bytes:
+    """The content of a file or of standard input (`-`), at most one byte more than is allowed."""
+    if str(file) == "-":
+        return sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    with file.open("rb") as opened:
+        return opened.read(MAX_PROMPT_BYTES + 1)

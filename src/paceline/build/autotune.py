@@ -7,6 +7,7 @@ nothing of files. The costs are the terms of the speedup formula (runtime/speedu
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -69,11 +70,14 @@ def choose_kernels(
     say: Callable[[str], None],
 ) -> tuple[Kernels, list[Choice]]:
     """Pick the implementation and thread count for this model on this machine, by a step of 1 and of 16 rows."""
+    compiler = find_compiler()
     if reason := native_reason(weights.architecture, device):
         say(f"using the PyTorch kernels: {reason}")
         kernels = Kernels(name="torch", num_threads=num_threads or available_cores())
         return kernels, [Choice(what="kernels", chosen="torch", because=reason)]
-    compiler = find_compiler()
+    if num_threads and num_threads > available_cores():
+        say(f"warning: `build.num_threads` is {num_threads}, and {available_cores()} cores are here: using those.")
+        num_threads = available_cores()
     counts = [num_threads] if num_threads else sorted({available_cores(), max(1, available_cores() // 2)})
     if len(counts) == 1 or not measure:
         count = counts[-1]
@@ -99,7 +103,8 @@ def choose_kernels(
     ]
     because = "; ".join(f"{c['num_threads']} threads: {c['v1_ms']:.1f} / {c['v16_ms']:.1f} ms" for c in candidates)
     kernels = Kernels(name="native", num_threads=best, compiler=compiler, candidates=candidates)
-    return kernels, [Choice(what="kernels", chosen=f"native, {best} threads", because=f"step of 1 / 16 rows: {because}")]
+    because = f"step of 1 / 16 rows: {because}"
+    return kernels, [Choice(what="kernels", chosen=f"native, {best} threads", because=because)]
 
 
 def profile(
@@ -127,7 +132,7 @@ def row_buckets(target_seconds: Mapping[int, float]) -> list[int]:
     """Row counts up to which a step costs about the same: the last n before the cost rises by BUCKET_STEP."""
     sizes = sorted(target_seconds)
     buckets, base = [], target_seconds[sizes[0]]
-    for before, size in zip(sizes, sizes[1:], strict=False):
+    for before, size in itertools.pairwise(sizes):
         if target_seconds[size] > base * BUCKET_STEP:
             buckets.append(before)
             base = target_seconds[size]

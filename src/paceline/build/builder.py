@@ -8,138 +8,52 @@ quantisation and measurement; knows nothing of requests.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import paceline
 from paceline.build import autotune
-from paceline.build.compatibility import check_draft, model_warnings, tokenizer_size
+from paceline.build.compatibility import tokenizer_size
 from paceline.build.manifest import (
-    DRAFT, FORMAT_VERSION, MANIFEST, TARGET, TEMPLATE, TOKENIZER,
-    Choice, Costs, Kernels, Manifest, ModelRecord, architecture_record, read_manifest, write_manifest,
-)  # fmt: skip
+    DRAFT,
+    FILES,
+    FORMAT_VERSION,
+    MANIFEST,
+    TARGET,
+    TEMPLATE,
+    TOKENIZER,
+    Choice,
+    Costs,
+    Kernels,
+    Manifest,
+    ModelRecord,
+    architecture_record,
+    check_files,
+    read_manifest,
+    write_manifest,
+    write_whole,
+)
 from paceline.build.quantize import MAX_WEIGHT_ERROR, activation_group, quantize_model
+from paceline.build.resolve import Listener, Resolved, resolve
 from paceline.build.tensor_file import read_tensors, write_tensors
 from paceline.checkpoints.checkpoint import Checkpoint
-from paceline.checkpoints.resolve import open_checkpoint
-from paceline.config.schema import Config, ModelReference
-from paceline.errors import BuildError, ConfigError, DeviceError, EngineFolderError
+from paceline.config.schema import Config
+from paceline.errors import BuildError, EngineFolderError
 from paceline.runtime.backend_native import BLOCK_SIZE
 from paceline.runtime.backends import ModelWeights, open_backend, open_pool
 
-_WEIGHT_BYTES = {"int8": 1, "bf16": 2, "float32": 4}
 _SPARE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Listener:
-    """Who hears of a build: `stage(name, done, total)` for progress bars, `say(text)` for notices and warnings."""
-
-    stage: Callable[[str, int, int], None] = lambda name, done, total: None
-    say: Callable[[str], None] = lambda text: None
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A config with its checkpoints opened (headers only) and everything that follows from them."""
-
-    config: Config
-    target: Checkpoint
-    draft: Checkpoint | None
-    device: str
-    quantization: str
-    draft_quantization: str
-    max_seq_len: int
-    method: str | None
-    warnings: tuple[str, ...]
-
-    @property
-    def served_model_name(self) -> str:
-        return self.config.served_model_name or self.config.model.repo.removeprefix("package:")
-
-    @property
-    def key(self) -> str:
-        """Digest of everything the engine's content depends on: neither the machine nor what may change per start."""
-        config = self.config.model_dump(mode="json", exclude={"runtime", "served_model_name"})
-        parts = [FORMAT_VERSION, paceline.__version__, config, self.device]
-        parts += [c.digest if c else None for c in (self.target, self.draft)]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def weight_bytes(self) -> int:
-        """About how much the engine's weights take, in memory and on disk."""
-        total = _model_bytes(self.target, self.quantization)
-        return total + (_model_bytes(self.draft, self.draft_quantization) if self.draft else 0)
-
-
-def _model_bytes(checkpoint: Checkpoint, quantization: str) -> int:
-    return checkpoint.num_parameters * _WEIGHT_BYTES[quantization]
-
-
-def resolve(config: Config, listener: Listener) -> Resolved:
-    """Open the checkpoints and settle what depends on them. Raises before any weight is read."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            "`device` is cuda, but PyTorch sees no NVIDIA GPU here",
-            hint="use `device: cpu`, or install a CUDA build of PyTorch on a machine with a GPU.",
-        )
-    default = "int8" if device == "cpu" else "bf16"
-    quantization = default if config.quantization == "auto" else config.quantization
-    if device == "cuda" and quantization == "int8":
-        raise ConfigError("`quantization` int8 runs on CPUs only, and `device` is cuda", hint="use `quantization: bf16`.")
-    options = config.speculation
-    method = options.method if options.method != "auto" else ("hybrid" if options.draft else "suffix")
-    target = _open(config.model, "target", listener)
-    draft = _open(options.draft, "draft", listener) if options.draft and method in ("draft", "hybrid") else None
-    limit = target.architecture.max_position_embeddings
-    if config.max_seq_len is not None and config.max_seq_len > limit:
-        raise ConfigError(
-            f"`max_seq_len` must be at most {limit}, the length `{target.source}` was made for, got {config.max_seq_len}",
-            hint="lower it, or leave it out to use the model's own.",
-        )
-    warnings = model_warnings(target, draft)
-    if draft is not None:
-        check_draft(target, draft)
-    build = config.build
-    resolved = Resolved(
-        config, target, draft, device, quantization,
-        quantization if build.draft_quantization == "auto" else build.draft_quantization,
-        config.max_seq_len or limit, None if method == "off" else method, tuple(warnings),
-    )  # fmt: skip
-    return _with_memory_warnings(resolved)
-
-
-def _open(reference: ModelReference, role: str, listener: Listener) -> Checkpoint:
-    progress = lambda done, total: listener.stage(f"download {role}", done, total)  # noqa: E731
-    return open_checkpoint(reference.repo, reference.revision, progress)
-
-
-def _with_memory_warnings(resolved: Resolved) -> Resolved:
-    free = psutil.virtual_memory().available
-    if resolved.device == "cpu" and resolved.weight_bytes > free:
-        text = (
-            f"the weights take about {resolved.weight_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free: "
-            "this engine will not fit on this machine."
-        )
-        return dataclasses.replace(resolved, warnings=(*resolved.warnings, text))
-    return resolved
+# What a workspace has besides the engine's files.
+_WORK_FILES = frozenset({"key", "target.json", "draft.json", "lock"})
 
 
 def build_engine(config: Config, output: Path, listener: Listener | None = None, retune: bool = False) -> Manifest:
@@ -151,12 +65,12 @@ def build_engine(config: Config, output: Path, listener: Listener | None = None,
     resolved = resolve(config, listener)
     for warning in resolved.warnings:
         listener.say(f"warning: {warning}")
-    output = output.absolute()
-    finished = _finished(output, resolved, retune, listener)
-    if finished:
-        return finished
+    output = output.resolve()
     work = output.with_name(f".{output.name}.building")
     try:
+        finished = _finished(output, resolved, listener)
+        if finished:
+            return _retuned(output, resolved, finished, listener) if retune else _renewed(output, resolved, finished)
         with _workspace(work, output, resolved):
             records = _write_models(work, resolved, listener)
             files = _write_texts(work, resolved)
@@ -164,45 +78,59 @@ def build_engine(config: Config, output: Path, listener: Listener | None = None,
             write_manifest(work, manifest)
             _publish(work, output)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise
+        where = f" (`{error.filename}`)" if error.filename else ""
         raise BuildError(
-            f"cannot write the engine to `{output.parent}`: {os.strerror(error.errno)}",
-            hint="free space or choose another output folder; then run the same build again, it resumes where it stopped.",
+            f"building `{output}` stopped: {error.strerror or error}{where}",
+            hint="free space or choose another output folder; then run the same build again: it resumes where it "
+            "stopped.",
         ) from error
     return manifest
 
 
-def _finished(output: Path, resolved: Resolved, retune: bool, listener: Listener) -> Manifest | None:
-    """The manifest of `output` if it already is this engine, tuned for this machine."""
+def _finished(output: Path, resolved: Resolved, listener: Listener) -> Manifest | None:
+    """The manifest of `output` if it already is this engine. Raises BuildError where it is something else."""
     if not output.exists():
         return None
+    names = {file.name for file in output.iterdir()} if output.is_dir() else {output.name}
+    foreign = sorted(name for name in names - FILES - _WORK_FILES if not name.endswith(".part"))
+    if foreign or (names and MANIFEST not in names):
+        found = f"holds `{foreign[0]}`" if output.is_dir() and foreign else f"has no {MANIFEST}"
+        raise BuildError(
+            f"`{output}` exists and is not an engine: it {found}",
+            hint="choose another output folder, or remove it yourself.",
+        )
     try:
         manifest = read_manifest(output)
+        check_files(output, manifest)
     except EngineFolderError as error:
-        if (output / MANIFEST).exists():
+        if names:
             listener.say(f"replacing `{output}`: {error.message}")
-            return None
-        if output.is_dir() and not any(output.iterdir()):
-            return None
-        raise BuildError(
-            f"`{output}` exists and is not an engine", hint="choose another output folder, or remove it yourself."
-        ) from error
+        return None
     if manifest.key != resolved.key:
         listener.say(f"`{output}` holds another engine, which will be replaced")
         return None
-    machine = autotune.this_machine()
-    if manifest.machine.fingerprint != machine.fingerprint and not retune:
+    if manifest.machine.fingerprint != autotune.this_machine().fingerprint:
         listener.say(
             f"warning: this engine was tuned on another CPU ({manifest.machine.cpu}); run the build with --retune to "
             "measure it here."
         )
-    if retune:
-        return None
+    return manifest
+
+
+def _renewed(output: Path, resolved: Resolved, manifest: Manifest) -> Manifest:
+    """A finished engine with today's runtime options, which change nothing that was built."""
     current = {"config": resolved.config.model_dump(mode="json"), "served_model_name": resolved.served_model_name}
     if any(getattr(manifest, name) != value for name, value in current.items()):
         manifest = manifest.model_copy(update=current)
         write_manifest(output, manifest)
+    return manifest
+
+
+def _retuned(output: Path, resolved: Resolved, manifest: Manifest, listener: Listener) -> Manifest:
+    """A finished engine measured again on this machine; its weights stay as they are."""
+    records = {"target": manifest.target} | ({"draft": manifest.draft} if manifest.draft else {})
+    manifest = _measure(output, resolved, records, manifest.files, listener)
+    write_manifest(output, manifest)
     return manifest
 
 
@@ -214,6 +142,8 @@ def _workspace(work: Path, output: Path, resolved: Resolved) -> Iterator[None]:
     with (work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A build that just finished renamed the folder, and this lock with it: then the path is no longer there.
+            (work / "lock").stat()
         except OSError as error:
             raise BuildError(f"another build of `{output}` is running", hint="wait for it, or stop it.") from error
         key_file = work / "key"
@@ -221,7 +151,7 @@ def _workspace(work: Path, output: Path, resolved: Resolved) -> Iterator[None]:
             for leftover in work.iterdir():
                 if leftover.name != "lock":
                     leftover.unlink()
-            key_file.write_text(resolved.key)
+            write_whole(key_file, resolved.key)
         have = sum(file.stat().st_size for file in work.glob("*.safetensors"))
         need = max(0, resolved.weight_bytes - have) + _SPARE_BYTES
         free = shutil.disk_usage(work).free
@@ -281,7 +211,7 @@ def _write_model(
         weight_errors={layer: round(error, 6) for layer, error in errors.items()},
         kept_in_bf16=[layer for layer, error in errors.items() if error > MAX_WEIGHT_ERROR],
     )
-    done.write_text(record.model_dump_json())
+    write_whole(done, record.model_dump_json())
     return record
 
 
@@ -368,17 +298,15 @@ def _choose_speculation(resolved: Resolved, costs: Costs) -> tuple[str | None, i
 
 def _publish(work: Path, output: Path) -> None:
     """Make the finished workspace the engine, in one rename; an engine in the way is removed only after it."""
-    for name in ("key", "target.json", "draft.json"):
-        (work / name).unlink(missing_ok=True)
-    (work / "lock").unlink(missing_ok=True)
     old = output.with_name(f".{output.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
     if output.exists():
         os.replace(output, old)
     os.replace(work, output)
-    if old.exists():
-        shutil.rmtree(old)
+    for file in output.iterdir():
+        if file.name not in FILES:
+            file.unlink()
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_weights(folder: Path, role: str, record: ModelRecord, check: bool = True) -> ModelWeights:

@@ -10,6 +10,7 @@ import json
 
 from paceline.checkpoints.checkpoint import Checkpoint
 from paceline.errors import CompatibilityError
+from paceline.model.linear import LANES, QUARTET
 
 SMALL_TARGET_PARAMETERS = 1_000_000_000
 _PROBE = 'def add(a, b):\n    return a + b  # naïve 漢字 🙂 1234567.89\t"x"\n'
@@ -19,6 +20,22 @@ def tokenizer_size(checkpoint: Checkpoint) -> int:
     """One more than the highest id that means something, never more than the model has rows."""
     highest = max(checkpoint.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     return min(highest + 1, checkpoint.architecture.vocab_size)
+
+
+def check_shapes(checkpoint: Checkpoint) -> None:
+    """Raise CompatibilityError for sizes that the packed weights of an engine cannot have."""
+    a = checkpoint.architecture
+    sizes = (
+        ("intermediate_size", a.intermediate_size, LANES),
+        ("hidden_size", a.hidden_size, QUARTET),
+        ("num_heads * head_dim", a.num_heads * a.head_dim, QUARTET),
+    )
+    for name, size, multiple in sizes:
+        if size % multiple:
+            raise CompatibilityError(
+                f"`{checkpoint.source}` has {name} {size}, and engines need a multiple of {multiple}",
+                hint="take another model; those in common use all have such sizes.",
+            )
 
 
 def check_draft(target: Checkpoint, draft: Checkpoint) -> None:

@@ -25,6 +25,7 @@ from paceline.model.architecture import Architecture
 FORMAT_VERSION = 1
 MANIFEST, TOKENIZER, TEMPLATE = "manifest.json", "tokenizer.json", "chat_template.jinja"
 TARGET, DRAFT = "target.safetensors", "draft.safetensors"
+FILES = frozenset({MANIFEST, TOKENIZER, TEMPLATE, TARGET, DRAFT})
 
 _ARCHITECTURE = TypeAdapter(Architecture)
 
@@ -55,7 +56,8 @@ class ModelRecord(_Part):
             return _ARCHITECTURE.validate_python(self.architecture)
         except ValidationError as error:
             raise EngineFolderError(
-                f"the manifest's `architecture` is not valid: {error.errors()[0]['msg']}", hint="build the engine again."
+                f"the manifest's `architecture` is not valid: {error.errors()[0]['msg']}",
+                hint="build the engine again.",
             ) from error
 
 
@@ -126,9 +128,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json with a digest of itself, whole or not at all."""
     body = manifest.model_dump_json(indent=1)
     text = json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "engine": json.loads(body)}, indent=1)
-    temporary = folder / f"{MANIFEST}.part"
+    write_whole(folder / MANIFEST, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all, even if the process is killed meanwhile."""
+    temporary = path.with_name(f".{path.name}.part")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, folder / MANIFEST)
+    os.replace(temporary, path)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -147,7 +154,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"`{folder}` is not a finished engine: it has no {MANIFEST}",
             hint="an interrupted build is resumed by running the same `paceline build` again.",
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise EngineFolderError(f"`{path}` has no `{error.args[0]}`", hint="build the engine again.") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise EngineFolderError(f"`{path}` cannot be read: {error}", hint="build the engine again.") from error
     if version != FORMAT_VERSION:
         newer = isinstance(version, int) and version > FORMAT_VERSION
@@ -169,6 +178,25 @@ def read_manifest(folder: Path) -> Manifest:
             hint="change the config and build again; runtime options can be given with --set.",
         )
     return manifest
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raise EngineFolderError unless every file is as the manifest says; of weights only the size is looked at."""
+    for name in manifest.files:
+        read_small_file(folder, name, manifest)
+    for name, record in ((TARGET, manifest.target), (DRAFT, manifest.draft)):
+        if record is None:
+            continue
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise EngineFolderError(
+                f"`{folder / name}` cannot be read: {error.strerror}", hint="build the engine again."
+            ) from error
+        if size != record.weight_bytes:
+            raise EngineFolderError(
+                f"`{folder / name}` has {size} bytes instead of {record.weight_bytes}", hint="build the engine again."
+            )
 
 
 def read_small_file(folder: Path, name: str, manifest: Manifest) -> str | None:

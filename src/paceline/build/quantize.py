@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from paceline.errors import CheckpointError
 from paceline.model.architecture import Architecture
-from paceline.model.linear import pack_float, pack_int8, quantize_weight
+from paceline.model.linear import LANES, pack_float, pack_int8, quantize_weight
 
-LANES = 16
 ROWS_AT_ONCE = 4096  # rows of a weight in float32 at a time: bounds the memory of quantising a large vocabulary
 # Relative error of int8 weights above which a layer keeps bf16. Per-channel int8 of trained layers stays near 0.01.
 MAX_WEIGHT_ERROR = 0.04
@@ -47,7 +47,8 @@ def quantize_model(
     """Yield the engine's (name, tensor) pairs. `quantization` is int8, bf16 or float32.
 
     The vocabulary is cut to `vocab_size` rows: padding beyond the tokenizer means nothing and costs time. `note(name,
-    error)` hears of each int8 layer's relative weight error, and of layers kept in bf16 for exceeding the bound.
+    error)` hears of each int8 layer's relative weight error, and of layers kept in bf16 for exceeding the bound. Raises
+    CheckpointError for weights that are not finite.
     """
     a = architecture
     tied = a.tie_word_embeddings
@@ -106,6 +107,10 @@ def _linear(
     weight = weight[:rows]
     if quantization == "int8":
         quantised, scale, error = _quantize_in_pieces(weight)
+        if not math.isfinite(error):
+            raise CheckpointError(
+                f"the weights of `{name}` are not finite numbers", hint="the checkpoint is damaged: fetch it again."
+            )
         note(name, error)
         if error <= MAX_WEIGHT_ERROR:
             yield f"{name}.weight", pack_int8(quantised)
@@ -124,7 +129,7 @@ def _pad(vector: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_in_pieces(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """int8 values [out, in], float32 scales [out] and the relative error of the whole, a few rows in float32 at once."""
+    """int8 values [out, in], float32 scales [out] and the whole's relative error, a few rows in float32 at once."""
     quantised = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], dtype=torch.float32)
     lost = kept = 0.0

@@ -75,7 +75,8 @@ def read_tensors(path: Path, expected_sha256: str | None = None) -> dict[str, to
         raise EngineFolderError(f"cannot read `{path}`: {error.strerror}", hint="build the engine again.") from error
     if position != size or (expected_sha256 and digest.hexdigest() != expected_sha256):
         raise EngineFolderError(
-            f"`{path}` is not the file the builder wrote: its contents changed", hint="build the engine again."
+            f"`{path}` is not the file the builder wrote: its contents changed",
+            hint="remove the engine's folder and build it again.",
         )
     try:
         length = int.from_bytes(view[:8], "little")
@@ -87,8 +88,10 @@ def read_tensors(path: Path, expected_sha256: str | None = None) -> dict[str, to
             for name, entry in entries.items()
             if not name.startswith(("_pad.", "__metadata__"))
         }
-    except (ValueError, KeyError, TypeError) as error:
-        raise EngineFolderError(f"`{path}` is not a valid tensor file: {error}", hint="build the engine again.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise EngineFolderError(
+            f"`{path}` is not a valid tensor file: {error}", hint="remove the engine's folder and build it again."
+        ) from error
 
 
 def _tensor(arena: mmap.mmap, base: int, size: int, entry: dict) -> torch.Tensor:

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, HubUnreachableError
 
 # Told bytes on disk so far, and bytes in all as far as known. Must not raise: it is called under a lock of the bars.
 Progress = Callable[[int, int], None]
@@ -31,13 +31,18 @@ _TEXT_SUFFIXES = (".json", ".jinja")
 _GGUF_PREFERENCE = ("q8_0", "bf16", "f16", "q6_k", "q5_k_m", "q4_k_m")
 
 
-def download(repository: str, revision: str | None, progress: Progress | None) -> tuple[Path, str]:
+def download(
+    repository: str, revision: str | None, progress: Progress | None, offline: bool = False
+) -> tuple[Path, str]:
     """Fetch `repository` into the hub cache, or find it there; return its directory and `repository@commit`.
 
     Weights are safetensors, or one GGUF file where the repository has no other; pickles and code are never fetched. An
     interrupted download continues. Without a network, or with HF_HUB_OFFLINE=1, a cached copy is used. Without
-    `progress`, huggingface_hub draws its own bars on stderr. Raises CheckpointError.
+    `progress`, huggingface_hub draws its own bars on stderr. With `offline` the hub is not asked at all. Raises
+    CheckpointError; HubUnreachableError where only a connection is missing.
     """
+    if offline:
+        return _find_in_cache(repository, revision, None)
     try:
         info = huggingface_hub.HfApi().model_info(repository, revision=revision)
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
@@ -88,7 +93,7 @@ def select_files(repository: str, names: list[str]) -> list[str]:
     )
 
 
-def _find_in_cache(repository: str, revision: str | None, reason: Exception) -> tuple[Path, str]:
+def _find_in_cache(repository: str, revision: str | None, reason: Exception | None) -> tuple[Path, str]:
     try:
         # Completeness is judged when the directory is opened; config.json is only what every download has.
         directory = huggingface_hub.snapshot_download(
@@ -96,9 +101,9 @@ def _find_in_cache(repository: str, revision: str | None, reason: Exception) -> 
         )
     except (LocalEntryNotFoundError, OSError, ValueError):
         at = "" if revision is None else f" at revision {revision!r}"
-        raise CheckpointError(
-            f"`{repository}`{at} is not in the cache `{_cache_directory()}`, and the hub cannot be reached "
-            f"({_named(reason)})",
+        raise HubUnreachableError(
+            f"`{repository}`{at} is not in the cache `{_cache_directory()}`, and the hub "
+            + ("was not asked" if reason is None else f"cannot be reached ({_named(reason)})"),
             "Connect to the network (or unset HF_HUB_OFFLINE), or name a directory, a .gguf file or package:NAME.",
         ) from reason
     return Path(directory), f"{repository}@{Path(directory).name}"

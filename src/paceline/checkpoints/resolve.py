@@ -18,12 +18,14 @@ from paceline.errors import CheckpointError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def open_checkpoint(reference: str, revision: str | None = None, progress: Progress | None = None) -> Checkpoint:
+def open_checkpoint(
+    reference: str, revision: str | None = None, progress: Progress | None = None, offline: bool = False
+) -> Checkpoint:
     """Open what `reference` names; nothing but headers is read, and only a hub id downloads.
 
     `package:NAME` is an installed Python package; an existing path is a .gguf file or a directory; `OWNER/NAME` is a
     Hugging Face hub id. `revision` is a hub branch, tag or commit and is refused for anything else. `progress` is told
-    about downloads. Raises CheckpointError, which lists what was tried when nothing fits.
+    about downloads; with `offline` there are none. Raises CheckpointError, which lists what was tried.
     """
     path = Path(reference).expanduser()
     is_package, is_local = reference.startswith(PREFIX), path.exists()
@@ -39,7 +41,7 @@ def open_checkpoint(reference: str, revision: str | None = None, progress: Progr
     if path.is_dir():
         return _open_directory(path, None)
     if _HUB_ID.fullmatch(reference) and path.suffix != ".gguf":
-        directory, source = download(reference, revision, progress)
+        directory, source = download(reference, revision, progress, offline)
         return _open_directory(directory, source)
     raise CheckpointError(
         f"`{reference}` is no checkpoint: there is no such file or directory, and it is not of the form "

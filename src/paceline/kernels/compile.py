@@ -92,8 +92,15 @@ def compile_kernels(
 
 
 def load_kernels(library: Path) -> ctypes.CDLL:
-    """Load a library made by `compile_kernels` and declare its functions."""
-    kernels = ctypes.CDLL(str(library))
+    """Load a library made by `compile_kernels` and declare its functions. Raises BuildError if it cannot be loaded."""
+    try:
+        kernels = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(
+            f"the compiled kernels cannot be loaded: {error}",
+            hint=f"remove `{library}`; it will be compiled again. If its disk forbids running programs (noexec), set "
+            "XDG_CACHE_HOME to a folder on another one.",
+        ) from error
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     signatures = {
         "paceline_pool_create": ([integer], pointer),
