@@ -59,7 +59,7 @@ class ScriptedDrafter:
         self.error_rate = error_rate
         self.obeys_limits = obeys_limits
         self.random = random.Random(seed)
-        self.proposed_at: list[tuple[str, int]] = []  # sequence id, output tokens known
+        self.proposed: list[tuple[str, int, int]] = []  # sequence id, output tokens known, limit
         self.observed: list[tuple[str, int, int, int]] = []  # sequence id, known, drafted, accepted
         self.released: list[str] = []
 
@@ -67,7 +67,7 @@ class ScriptedDrafter:
         return [self._draft(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
 
     def _draft(self, sequence, limit):
-        self.proposed_at.append((sequence.sequence_id, sequence.num_output_tokens))
+        self.proposed.append((sequence.sequence_id, sequence.num_output_tokens, limit))
         start = sequence.num_output_tokens
         length = limit if self.obeys_limits else limit + 5
         expected = list(self.truth.get(sequence.sequence_id, []))[start : start + length]

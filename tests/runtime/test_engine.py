@@ -446,7 +446,24 @@ def test_nothing_is_drafted_before_a_sequence_s_first_token():
     requests = [request(str(i), PROMPT[: 1 + 5 * i], n=1 + i % 2) for i in range(5)]
     drafter = ScriptedDrafter()
     run(requests, drafter=drafter, max_num_tokens=16)
-    assert min(known for _, known in drafter.proposed_at) == 1
+    assert min(num_known for _, num_known, _ in drafter.proposed) == 1
+
+
+def test_nothing_is_drafted_past_what_a_sequence_can_still_use():
+    """The last token comes from the target in any case, so one less than what is left."""
+    drafter = ScriptedDrafter(error_rate=1.0)
+    run([request(max_tokens=9, ignore_eos=True)], drafter=drafter, num_draft_tokens=6)
+    assert {limit for _, num_known, limit in drafter.proposed if num_known == 1} == {6}
+    assert all(limit == min(6, 9 - num_known - 1) > 0 for _, num_known, limit in drafter.proposed)
+
+
+def test_rejected_drafts_give_their_blocks_back_at_once():
+    engine = make_engine(backend(block_size=2), drafter=ScriptedDrafter(error_rate=1.0), num_draft_tokens=9)
+    engine.submit(request(max_tokens=30, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+        for sequence in engine._scheduler.running:
+            assert len(sequence.block_table) == -(-sequence.num_computed_tokens // 2)
 
 
 def test_a_drafter_observes_its_drafts_after_the_tokens_are_known_and_is_told_of_the_end():
@@ -623,3 +640,23 @@ def test_lower_priority_numbers_run_first():
     while engine.has_unfinished:
         order += [output.request_id for output in engine.step() if output.finish_reason]
     assert order == ["soon", "normal", "normal too", "late"]
+
+
+def test_gauges_are_up_to_date_between_any_two_calls():
+    engine = make_engine(backend(num_blocks=10, block_size=4), max_batch_size=1)
+    metrics = engine.metrics
+
+    def gauges():
+        return metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage_perc
+
+    engine.submit(request("one", b"abcdef", max_tokens=10))
+    engine.submit(request("two", b"abcdef", max_tokens=10, n=2))
+    assert gauges() == (0, 3, 0.0)
+    engine.step()
+    assert gauges() == (1, 2, pytest.approx(0.2))
+    engine.cancel("one")
+    assert gauges() == (0, 2, 0.0)
+    engine.step()
+    assert gauges() == (1, 1, pytest.approx(0.2))
+    engine.cancel("two")
+    assert gauges() == (0, 0, 0.0)

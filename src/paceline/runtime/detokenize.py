@@ -22,8 +22,10 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer, prompt_token_ids: SequenceOf[int] = ()):
         self._tokenizer = tokenizer
         self._window = list(prompt_token_ids[-_CONTEXT:])  # emitted tokens that serve as context, then pending ones
+        self._emitted_text = self._decode(self._window)
+        if self._emitted_text.endswith("\ufffd"):  # the prompt ends within a character: the output stands alone
+            self._window, self._emitted_text = [], ""
         self._num_emitted = len(self._window)
-        self._emitted_text = self._decode(self._window) if self._window else ""
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes, often none."""

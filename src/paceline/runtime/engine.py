@@ -108,6 +108,7 @@ class Engine:
         if others:
             self._siblings[request.request_id] = others
         self._scheduler.add(first)
+        self._update_gauges()
 
     def cancel(self, request_id: str) -> list[SequenceOutput]:
         """End a request now: the last output of each unfinished choice. Nothing happens if it is over already."""
@@ -116,6 +117,7 @@ class Engine:
         for sequence, stream in list(self._streams.get(request_id, {}).items()):
             outputs.append(stream.cancel())
             self._finish(sequence)
+        self._update_gauges()
         return outputs
 
     def step(self) -> list[SequenceOutput]:
@@ -140,7 +142,8 @@ class Engine:
         )
         enter("commit")
         outputs = self._commit(turns, verdicts, logits, offsets)
-        self._count(turns)
+        self.metrics.iteration_tokens_total.observe(len(batch.token_ids))
+        self._update_gauges()
         enter(None)
         return outputs
 
@@ -241,12 +244,11 @@ class Engine:
         if method is not None:
             self._drafters[method].release(sequence)
 
-    def _count(self, turns: SequenceOf[Turn]) -> None:
+    def _update_gauges(self) -> None:
         metrics, cache = self.metrics, self._kv_cache
         metrics.num_requests_running = self.num_running
         metrics.num_requests_waiting = self.num_waiting
         metrics.kv_cache_usage_perc = 1.0 - cache.num_available_blocks / cache.num_blocks
-        metrics.iteration_tokens_total.observe(sum(turn.num_rows for turn in turns))
 
     def _method(self, sequence: Sequence) -> str | None:
         """The speculation method of a sequence, None if it runs without."""

@@ -59,7 +59,7 @@ class Family:
 
 @dataclass
 class Metrics:
-    """The state of an engine since it started. Counters only grow; gauges are those of the last step."""
+    """The state of an engine since it started. Counters only grow; gauges are up to date between any two calls."""
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
