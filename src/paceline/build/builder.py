@@ -129,7 +129,7 @@ def _renewed(output: Path, resolved: Resolved, manifest: Manifest) -> Manifest:
 def _retuned(output: Path, resolved: Resolved, manifest: Manifest, listener: Listener) -> Manifest:
     """A finished engine measured again on this machine; its weights stay as they are."""
     records = {"target": manifest.target} | ({"draft": manifest.draft} if manifest.draft else {})
-    manifest = _measure(output, resolved, records, manifest.files, listener)
+    manifest = _measure(output, resolved, records, manifest.files, listener, check=True)
     write_manifest(output, manifest)
     return manifest
 
@@ -225,11 +225,16 @@ def _write_texts(work: Path, resolved: Resolved) -> dict[str, str]:
 
 
 def _measure(
-    work: Path, resolved: Resolved, records: dict[str, ModelRecord], files: dict[str, str], listener: Listener
+    folder: Path,
+    resolved: Resolved,
+    records: dict[str, ModelRecord],
+    files: dict[str, str],
+    listener: Listener,
+    check: bool = False,
 ) -> Manifest:
-    """Tune and time what was written, choose, and put it all on record."""
+    """Tune and time what was written, choose, and put it all on record. `check` the weights if others could write."""
     build = resolved.config.build
-    weights = {role: load_weights(work, role, record, check=False) for role, record in records.items()}
+    weights = {role: load_weights(folder, role, record, check) for role, record in records.items()}
     listener.stage("tune kernels", 0, 1)
     kernels, choices = autotune.choose_kernels(
         weights["target"], resolved.device, build.num_threads, build.autotune, listener.say

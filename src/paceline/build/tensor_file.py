@@ -101,4 +101,6 @@ def _tensor(arena: mmap.mmap, base: int, size: int, entry: dict) -> torch.Tensor
         raise ValueError("a tensor lies outside the file")
     if start == end:
         return torch.empty(shape, dtype=dtype)
+    if (base + start) % ALIGNMENT:
+        raise ValueError(f"a tensor does not start at a multiple of {ALIGNMENT} bytes")
     return torch.frombuffer(arena, dtype=dtype, count=(end - start) // dtype.itemsize, offset=base + start).view(shape)
