@@ -51,3 +51,9 @@ def test_logprobs_are_those_of_each_row_with_as_many_alternatives_as_there_are()
     assert second.top[0] == (0, pytest.approx(float(expected[1, 0])))
     assert [len(entry.top) for entry in token_logprobs(logits, [1, 2], 20)] == [3, 3]
     assert token_logprobs(logits, [1, 2], 0)[1].top == []
+
+
+def test_a_prompt_that_ends_within_a_character_takes_no_text_from_the_output():
+    sequence = Sequence(Request("r", tuple("a😀".encode()[:-1]), SamplingParams(max_tokens=3)))
+    output = OutputStream(sequence, TOKENIZER, [EOS]).extend(["😀".encode()[-1], *b"bc"], ["target"] * 3, None)
+    assert output.text == TOKENIZER.decode(output.token_ids) == "\ufffdbc"
