@@ -94,11 +94,12 @@ def _tokenizer(folder: Path, manifest: Manifest) -> tokenizers.Tokenizer:
 
 
 def _pool(manifest: Manifest, machine: autotune.Machine, listener: Listener) -> ThreadPool | None:
-    if manifest.kernels.name != "native":
-        return None
     num_threads = min(manifest.kernels.num_threads, machine.num_cores)
-    pool = open_pool(None, num_threads, listener.say)
+    is_native = manifest.kernels.name == "native"
+    pool = open_pool(None, num_threads, listener.say) if is_native else None
     if pool is None:
+        torch.set_num_threads(num_threads)
+    if is_native and pool is None:
         listener.say(
             "warning: no C++ compiler was found, so the PyTorch kernels run instead, many times slower; install g++ or "
             "clang, or set CXX."

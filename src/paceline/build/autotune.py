@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
 
 from paceline.build.manifest import Choice, Costs, Kernels, Machine
 from paceline.kernels.compile import cpu_features, find_compiler
@@ -73,7 +74,8 @@ def choose_kernels(
     compiler = find_compiler()
     if reason := native_reason(weights.architecture, device):
         say(f"using the PyTorch kernels: {reason}")
-        kernels = Kernels(name="torch", num_threads=num_threads or available_cores())
+        kernels = Kernels(name="torch", num_threads=min(num_threads or available_cores(), available_cores()))
+        torch.set_num_threads(kernels.num_threads)
         return kernels, [Choice(what="kernels", chosen="torch", because=reason)]
     if num_threads and num_threads > available_cores():
         say(f"warning: `build.num_threads` is {num_threads}, and {available_cores()} cores are here: using those.")

@@ -13,7 +13,7 @@ from paceline.errors import CompatibilityError
 from paceline.model.linear import LANES, QUARTET
 
 SMALL_TARGET_PARAMETERS = 1_000_000_000
-_PROBE = 'def add(a, b):\n    return a + b  # naïve 漢字 🙂 1234567.89\t"x"\n'
+_PROBE = ' def Add(a, B):\n    return a + B  # NAÏVE naïve ﬁ 漢字 🙂 1234567.89\t"x"\r\n\n  '
 
 
 def tokenizer_size(checkpoint: Checkpoint) -> int:
