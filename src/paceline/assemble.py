@@ -126,8 +126,8 @@ def _backends(
     if budget > free or num_blocks * BLOCK_SIZE < manifest.max_seq_len:
         need = -(-manifest.max_seq_len // BLOCK_SIZE) * per_block
         raise CapacityError(
-            f"the KV cache may take {budget / 1e9:.2f} GB of the {free / 1e9:.2f} GB free, and one sequence of "
-            f"`max_seq_len` ({manifest.max_seq_len}) needs {need / 1e9:.2f} GB",
+            f"the KV cache may take {_size(budget)} of the {_size(free)} free, and one sequence of "
+            f"`max_seq_len` ({manifest.max_seq_len}) needs {_size(need)}",
             hint="lower `max_seq_len`, or change `runtime.kv_cache_bytes` or `runtime.kv_cache_free_mem_fraction`.",
         )
     return {
@@ -142,6 +142,10 @@ def _backends(
         )
         for role, model in weights.items()
     }
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _engine(
