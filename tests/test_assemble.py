@@ -122,7 +122,7 @@ def test_unseeded_sampling_follows_the_engines_seed(engines):
 
 def test_kv_budget_too_small_is_refused_with_numbers(engines, tiny):
     config = config_of(tiny("llama")[0], runtime={"kv_cache_bytes": 1000})
-    with pytest.raises(CapacityError, match=r"`max_seq_len` \(256\) needs 0\.2 MB") as caught:
+    with pytest.raises(CapacityError, match=r"`max_seq_len` \(256\) needs 0\.1 MB") as caught:
         open_engine(engines(), config=config)
     assert "runtime.kv_cache_bytes" in caught.value.hint and caught.value.exit_code == 7
 

@@ -52,7 +52,7 @@ def main() -> None:
         stream.reconfigure(errors="replace")
     try:
         try:
-            app()
+            app(prog_name="paceline")
         except PacelineError as error:
             _fail(error)
         finally:
@@ -127,7 +127,8 @@ class BuildProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
+        if talk.is_terminal:
+            self._bars.stop()
 
     def stage(self, name: str, done: int, total: int) -> None:
         if name not in self._tasks:
