@@ -1,26 +1,65 @@
 """Chat messages to a prompt, by the model's own template, in a sandbox.
 
-Templates are code from strangers: they run in jinja2's immutable sandbox, see only what is passed to them, and their
-failures are the request's, not the server's. The environment offers what Hugging Face templates expect.
+Templates are code from strangers: they run in jinja2's immutable sandbox, see only what is passed to them, loop a
+bounded number of times, and their failures are the request's, not the server's. The environment offers what Hugging
+Face templates expect.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import RequestError
 
+MAX_LOOP_STEPS = 1_000_000  # of one rendering; a conversation takes some per message
+MAX_REPEATED = 1 << 20  # items or characters that `*` may make, and bits of what `**` may
+
 
 class _TemplateRefusal(Exception):
     """A template called raise_exception: the messages are not what it accepts."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox bounds a `range`, but not loops within loops, nor what `*` and `**` can make of small things."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        times = right if isinstance(right, int) else left
+        if operator == "*" and isinstance(times, int):
+            repeated = left if times is right else right
+            if hasattr(repeated, "__len__") and len(repeated) * times > MAX_REPEATED:
+                raise OverflowError("it repeats something too often")
+        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_REPEATED:
+            raise OverflowError("it computes too large a number")
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None, lineno=loop.lineno)
+            loop.iter.set_environment(self)
+        return tree
+
+
+@jinja2.pass_context
+def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    """What every loop of a template runs over: the items, while the rendering has steps left."""
+    steps_left = context.resolve("_steps_left")
+    for item in items:
+        if next(steps_left, None) is None:
+            raise OverflowError(f"it loops more than {MAX_LOOP_STEPS} times")
+        yield item
 
 
 def _raise_exception(message: str) -> None:
@@ -33,8 +72,8 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
 
 @lru_cache(maxsize=32)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters |= {"tojson": _to_json, "_counted": _counted}
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template)
@@ -58,12 +97,14 @@ def render_chat(
             field="messages",
         )
     try:
+        steps_left = iter(range(MAX_LOOP_STEPS))
         return _compile(template).render(
-            messages=list(messages), add_generation_prompt=True, **special_tokens, **variables
+            {**special_tokens, **variables, "messages": list(messages), "add_generation_prompt": True},
+            _steps_left=steps_left,
         )
     except _TemplateRefusal as error:
         raise RequestError(f"the chat template refuses `messages`: {error}", field="messages") from error
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except Exception as error:  # whatever a stranger's code may raise
         raise RequestError(
             f"the chat template failed on `messages`: {type(error).__name__}: {error}",
             hint="check that each message has a `role` and a `content` the model knows.",
