@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -210,6 +211,9 @@ def build(
     costs = ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in manifest.costs.target.items() if n in (1, 4, 8, 16, 32, 64))
     table.add_row("step by rows, ms", costs)
     _show(table)
+    if talk.is_terminal:
+        command = shlex.join(["paceline", "generate", str(output), "--prompt", "def fib(n):", "--compare"])
+        talk.print(f"try it: {command}", style="dim", markup=False)
 
 
 @app.command()
@@ -284,6 +288,18 @@ def _stream_coloured(text: str, origin: str) -> None:
     print(typer.style(text, fg=colour) if colour else text, end="", flush=True)
 
 
+def _statistics(results: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "tokens", "tokens/s", "TTFT, ms", "rounds", "drafts accepted", "finished by"):
+        table.add_column(heading, justify="right")
+    for name, result in results.items():
+        drafted, accepted = result.num_draft_tokens, result.num_accepted_tokens
+        acceptance = f"{accepted / drafted:.0%} ({accepted} of {drafted})" if drafted else "–"
+        numbers = f"{result.decode_tokens_per_second:.1f}", f"{result.ttft_seconds * 1e3:.0f}", str(result.num_rounds)
+        table.add_row(name, str(result.num_tokens), *numbers, acceptance, result.finish_reason)
+    return table
+
+
 def _compare(session: Any, stream: bool, as_json: bool) -> None:
     """Plain, then speculated; the plain run comes first so that it cannot profit from the other's cache."""
 
@@ -305,8 +321,7 @@ def _compare(session: Any, stream: bool, as_json: bool) -> None:
         print(flush=True)
         legend = "  ".join(f"[{colour}]{name}[/]" if colour else name for name, colour in _COLOURS.items())
         talk.print(f"tokens from: {legend}")
-        for name, result in (("plain", comparison.plain), ("speculated", comparison.speculated)):
-            talk.print(f"{name:>10}: {result.line()}", markup=False)
+        talk.print(_statistics({"plain": comparison.plain, "speculated": comparison.speculated}))
         speedup = f"{comparison.speedup:.2f}× the decoding speed"
         same = "identical" if comparison.identical else "DIFFERENT"
         talk.print(f"[bold]{speedup}; outputs are {same}[/]")
