@@ -175,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
     if hashlib.sha256(manifest.model_dump_json(indent=1).encode()).hexdigest() != document.get("sha256"):
         raise EngineFolderError(
             f"`{path}` was edited after the build",
-            hint="change the config and build again; runtime options can be given with --set.",
+            hint="edit the config instead and build again; where only `runtime` options changed, that is instant.",
         )
     return manifest
 
