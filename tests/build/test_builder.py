@@ -128,6 +128,15 @@ def test_a_file_is_not_an_engine(llama, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("output", ["/", ".", "x" * 300, "/dev/null", "/proc/engine"])
+def test_outputs_that_cannot_be(llama, tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").touch()
+    with pytest.raises(BuildError):
+        build_tiny(llama, Path(output))
+    assert names(tmp_path) == {"precious"}
+
+
 def test_empty_folder_and_missing_parents_are_fine(llama, tmp_path):
     (tmp_path / "empty").mkdir()
     build_tiny(llama, tmp_path / "empty")

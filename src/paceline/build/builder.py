@@ -66,11 +66,11 @@ def build_engine(config: Config, output: Path, listener: Listener | None = None,
     for warning in resolved.warnings:
         listener.say(f"warning: {warning}")
     output = output.resolve()
-    work = output.with_name(f".{output.name}.building")
     try:
         finished = _finished(output, resolved, listener)
         if finished:
             return _retuned(output, resolved, finished, listener) if retune else _renewed(output, resolved, finished)
+        work = output.with_name(f".{output.name}.building")
         with _workspace(work, output, resolved):
             records = _write_models(work, resolved, listener)
             files = _write_texts(work, resolved)
