@@ -69,6 +69,7 @@ def run(requests, fake=None, **options):
         for output in engine.step():
             parts.setdefault((output.request_id, output.index), []).append(output)
         engine.check()
+        assert all(s.num_computed_tokens == len(s.block_table) == 0 for s in engine._scheduler.waiting)
     assert engine._kv_cache.num_available_blocks == engine._kv_cache.num_blocks
     return {key: joined(outputs) for key, outputs in parts.items()}, engine
 
@@ -282,6 +283,13 @@ def test_an_end_token_ends_at_each_position_of_an_accepted_run(position, rounds)
 def test_a_stop_token_has_text_only_if_asked_for(include, text, rounds):
     output = end(b"ab!cdef", rounds, stop_token_ids=(ord("!"),), include_stop_str_in_output=include)
     assert (output.token_ids, output.text, output.finish_reason) == (list(b"ab!"), text, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_text_held_back_for_a_stop_string_comes_before_that_of_a_stop_token(rounds):
+    options = {"stop": ("bx",), "stop_token_ids": (ord("!"),)}
+    assert end(b"ab!cd", rounds, include_stop_str_in_output=True, **options).text == "ab!"
+    assert end(b"ab!cd", rounds, **options).text == "ab"
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
@@ -630,6 +638,25 @@ def test_limits_hold_in_every_step():
         most_tokens = max(most_tokens, sum(s.num_prompt_tokens + s.sampling.max_tokens for s in running))
     assert most_running == 4
     assert 60 < most_tokens <= 75
+
+
+def test_no_more_sequences_run_than_there_are_rows():
+    engine = make_engine(backend(), max_batch_size=8, max_num_tokens=3)
+    for each in range(6):
+        engine.submit(request(str(each), b"a", max_tokens=4, ignore_eos=True))
+    for _ in range(4):
+        assert len(engine.step()) == 3
+        assert engine.num_running <= 3
+
+
+def test_without_chunks_a_stream_of_prompts_does_not_stop_those_that_are_decoding():
+    engine = make_engine(backend(), max_batch_size=4, max_num_tokens=8, enable_chunked_prefill=False)
+    engine.submit(request("long", b"a", max_tokens=20, ignore_eos=True))
+    num_tokens = 0
+    for step in range(40):
+        engine.submit(request(str(step), (step, *PROMPT[:7]), max_tokens=1))  # a whole step's rows
+        num_tokens += sum(len(output.token_ids) for output in engine.step() if output.request_id == "long")
+    assert num_tokens == 20
 
 
 def test_lower_priority_numbers_run_first():
