@@ -1,6 +1,5 @@
 # make demo   set everything up, build an engine for SmolLM2-135M-Instruct, complete a prompt plain and speculated
 # make test   set everything up, run the tests (make test-slow: the ones that need minutes, too)
-# make bench  set everything up with the peers, print the measurements of bench/
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -9,7 +8,7 @@ CPU_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://down
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --retries 2 --progress-bar on
 ENGINE := engines/smollm2-135m
 
-.PHONY: setup demo test test-slow lint bench clean
+.PHONY: setup demo test test-slow lint clean
 
 setup: .venv/ready
 
