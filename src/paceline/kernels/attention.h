@@ -64,8 +64,10 @@ static inline void attend_segment(const float* queries /* [Q][STRIDE] */, const 
         for (int b = first_block; b <= last_block; ++b) {
             f32x16 s = load(row + b * KV_BLOCK - begin) * splat(shape.scale);
             if (shape.softcap > 0.0f) s = splat(shape.softcap) * hyperbolic_tangent(s / splat(shape.softcap));
-            const i32x16 at = lane + b * KV_BLOCK;
-            s = ((at <= splat(position[i])) & (at >= splat(low))) ? s : splat(-std::numeric_limits<float>::infinity());
+            if (b * KV_BLOCK + LANES - 1 > position[i] || b * KV_BLOCK < low) {
+                const i32x16 at = lane + b * KV_BLOCK;
+                s = ((at <= splat(position[i])) & (at >= splat(low))) ? s : splat(-std::numeric_limits<float>::infinity());
+            }
             store(row + b * KV_BLOCK - begin, s);
             top = maximum(top, s);
         }

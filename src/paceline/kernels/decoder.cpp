@@ -76,7 +76,7 @@ public:
 private:
     int qkv_width() const { return (c_.num_heads + 2 * c_.num_kv_heads) * c_.head_dim; }
 
-    // Whole tiles of at most MAX_QUERIES rows of one sequence, and every (tile, KV head, segment) they must visit.
+    // Runs of at most MAX_QUERIES rows of one sequence, and every (tile, KV head, segment) they must visit.
     void plan(const Step& step) {
         tiles_.clear(); items_.clear();
         for (int row = 0; row < step.num_rows;) {
@@ -139,7 +139,7 @@ private:
     // Add a sublayer's output to the residual (through a norm of its own where the model has one), then norm the
     // residual into the input of the next linear layer.
     void norm_rows(const Step& step, int thread, const float* post_norm, const float* norm, const Linear& next) {
-        pool_.for_each(step.num_rows, 1, [&](int row, int) {
+        for_each_tile_row(step.num_rows, [&](int row) {
             float* residual = residual_.data() + size_t(row) * c_.hidden;
             float* normed = row_scratch(thread);
             if (post_norm) {
@@ -150,6 +150,13 @@ private:
             input_.set_row(row, normed, next);
         });
         lap(thread, NORM);
+    }
+
+    // Rows in whole tiles, so that threads do not fight over the cache lines a tile's rows share.
+    template <typename Body> void for_each_tile_row(int rows, Body&& body) {
+        pool_.for_each(rows, MAX_TILE, [&](int first, int last) {
+            for (int row = first; row < last; ++row) body(row);
+        });
     }
 
     int grain(int blocks, int unit) const {
@@ -207,7 +214,7 @@ private:
             });
             lap(thread, ATTENTION);
             const int rows = tiles_[end_tile - 1].first_row + tiles_[end_tile - 1].num_rows - base;
-            pool_.for_each(rows, 1, [&](int i, int) { combine(step, layers_[l], base + i, base); });
+            for_each_tile_row(rows, [&](int i) { combine(step, layers_[l], base + i, base); });
             lap(thread, COMBINE);
             tile = end_tile;
             first_item = end_item;
@@ -340,7 +347,7 @@ private:
         });
         lap(thread, GATE_UP);
         if (!whole_groups)
-            pool_.for_each(step.num_rows, 1, [&](int row, int) {
+            for_each_tile_row(step.num_rows, [&](int row) {
                 inner_.set_row(row, gated_.data() + size_t(row) * c_.intermediate, w.down);
             });
         lap(thread, QUANTISE);
@@ -352,7 +359,7 @@ private:
         if (thread == 0) input_.rows = step.num_logits;
         pool_.barrier();
         const float* pending = layers_.back().post_ffn_norm;
-        pool_.for_each(step.num_logits, 1, [&](int i, int) {
+        for_each_tile_row(step.num_logits, [&](int i) {
             float* residual = residual_.data() + size_t(step.logit_rows[i]) * c_.hidden;
             float* normed = row_scratch(thread);
             if (pending) {

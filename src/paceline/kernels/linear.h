@@ -43,12 +43,13 @@ static inline void store_fours(int8_t* to, size_t stride, i32x16 values) {
     for (int i = 0; i < 4; ++i) std::memcpy(to + i * stride, fours + i, 4);
 }
 
-// The rows of one linear layer's input, quantised or not, in tiles.
+// The rows of one linear layer's input, quantised or not, in tiles. Rows of a tile share cache lines: one thread should
+// set all of them. Lanes beyond the last row hold what an earlier step left there; nobody reads their results.
 struct Activations {
     std::vector<int8_t> quantised;  // [tile][in/4][width][4]
     std::vector<float> values;      // [tile][in][width], for bf16 and float32 weights
-    std::vector<float> scales;      // [row][groups]
-    std::vector<int32_t> offsets;   // [row][groups], -128 * sum of the group's quantised inputs
+    std::vector<float> scales;      // [tile][group][width]
+    std::vector<int32_t> offsets;   // [tile][group][width], -128 * sum of the group's quantised inputs
     int rows = 0;
 
     void reserve(int max_rows, int max_in) {
@@ -95,8 +96,9 @@ struct Activations {
                     to[i] = int8_t(std::nearbyint(xs[k + i] * inverse));
                     total += to[i];
                 }
-            scales[size_t(row) * groups + g] = largest / 127.0f;
-            offsets[size_t(row) * groups + g] = -128 * total;
+            const size_t at = size_t(tile) * MAX_TILE * groups + size_t(g) * w + lane;
+            scales[at] = largest / 127.0f;
+            offsets[at] = -128 * total;
         }
     }
 };
@@ -132,10 +134,12 @@ template <int B> static inline void prefetch(const uint8_t* next, size_t stride,
 
 // One tile of W rows against B neighbouring blocks of 16 outputs: out[b * W + r].
 template <int W, int B>
-static inline void tile_int8(const Activations& x, int tile, int rows, const Linear& layer, int block, Prefetch ahead,
+static inline void tile_int8(const Activations& x, int tile, const Linear& layer, int block, Prefetch ahead,
                              f32x16* out) {
     const int groups = layer.in / layer.group, steps = layer.group / 4;
     const int8_t* q = x.quantised.data() + size_t(tile) * MAX_TILE * layer.in;
+    const float* scales = x.scales.data() + size_t(tile) * MAX_TILE * groups;
+    const int32_t* offsets = x.offsets.data() + size_t(tile) * MAX_TILE * groups;
     const size_t stride = size_t(layer.in) * LANES;
     const uint8_t* weight = static_cast<const uint8_t*>(layer.weight) + block * stride;
     const uint8_t* next = weight + B * stride;
@@ -145,7 +149,7 @@ static inline void tile_int8(const Activations& x, int tile, int rows, const Lin
 #pragma GCC unroll 8
         for (int r = 0; r < W; ++r)
             for (int b = 0; b < B; ++b)
-                acc[b][r] = splat(r < rows ? x.offsets[size_t(tile * MAX_TILE + r) * groups + g] : 0);
+                acc[b][r] = splat(offsets[g * W + r]);
         for (int s = 0; s < steps; ++s, weight += 4 * LANES, next += 4 * LANES, q += 4 * W) {
             Bytes w[B];
 #pragma GCC unroll 4
@@ -160,7 +164,7 @@ static inline void tile_int8(const Activations& x, int tile, int rows, const Lin
         }
 #pragma GCC unroll 8
         for (int r = 0; r < W; ++r) {
-            const f32x16 scale = splat(r < rows ? x.scales[size_t(tile * MAX_TILE + r) * groups + g] : 0.0f);
+            const f32x16 scale = splat(scales[g * W + r]);
             for (int b = 0; b < B; ++b)
                 out[b * W + r] = fma(__builtin_convertvector(acc[b][r], f32x16), scale, out[b * W + r]);
         }
@@ -194,7 +198,7 @@ template <int W, int B, typename Epilogue>
 static inline void tile(const Activations& x, int t, const Linear& layer, int block, Prefetch ahead, Epilogue&& epilogue) {
     const int rows = std::min(x.rows - t * MAX_TILE, W);
     f32x16 out[W * B];
-    if (layer.kind == INT8) tile_int8<W, B>(x, t, rows, layer, block, ahead, out);
+    if (layer.kind == INT8) tile_int8<W, B>(x, t, layer, block, ahead, out);
     else if (layer.kind == BF16) tile_float<W, B, bf16>(x, t, layer, block, out);
     else tile_float<W, B, float>(x, t, layer, block, out);
     for (int b = 0; b < B; ++b)
