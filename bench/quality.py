@@ -42,7 +42,7 @@ def texts(data: Path, per_set: int) -> dict[str, list[str]]:
     return found
 
 
-def logits_of(opened: OpenEngine, tokens: list[int]):  # noqa: ANN201
+def logits_of(opened: OpenEngine, tokens: list[int]):
     """Yield float32 logits [rows, vocab] for runs of CHUNK positions."""
     backend = opened.target
     table = np.arange(-(-len(tokens) // backend.block_size), dtype=np.int32)[None]
@@ -90,12 +90,16 @@ def main() -> None:
     arguments = parser.parse_args()
     opened, reference = (open_engine(path, speculation=False) for path in (arguments.engine, arguments.reference))
     results = {}
-    print(f"{opened.manifest.target.quantization} against {reference.manifest.target.quantization}: {opened.manifest.target.source}")
+    print(
+        f"{opened.manifest.target.quantization} against {reference.manifest.target.quantization}: "
+        f"{opened.manifest.target.source}"
+    )
     for name, samples in texts(arguments.data, arguments.per_set).items():
         results[name] = result = compare(opened, reference, samples, arguments.max_tokens)
         print(
-            f"{name:>10}: {result['tokens']} tokens, KL {result['kl']:.5f}, top-1 agreement {result['top1_agreement']:.2%}, "
-            f"perplexity {result['perplexity']:.3f} / {result['reference_perplexity']:.3f} = {result['perplexity_ratio']:.4f}"
+            f"{name:>10}: {result['tokens']} tokens, KL {result['kl']:.5f}, "
+            f"top-1 agreement {result['top1_agreement']:.2%}, perplexity {result['perplexity']:.3f} / "
+            f"{result['reference_perplexity']:.3f} = {result['perplexity_ratio']:.4f}"
         )
     name = opened.manifest.served_model_name.split("/")[-1].removesuffix(".gguf")
     path = Path(__file__).parent / "results" / f"quality-{name}.json"

@@ -45,11 +45,13 @@ def prompt_sets(data: Path, count: int) -> dict[str, list[str]]:
     }
 
 
-def complete(opened: OpenEngine, prompt: str, speculation: SpeculationParams, max_tokens: int):  # noqa: ANN201
+def complete(opened: OpenEngine, prompt: str, speculation: SpeculationParams, max_tokens: int):
     """Run one request to its end; its output and its decode seconds (after the first token)."""
     text = render_chat(opened.chat_template, [{"role": "user", "content": prompt}], opened.manifest.special_tokens)
     ids = tuple(opened.tokenizer.encode(text, add_special_tokens=False).ids)
-    [output] = opened.engine.generate([Request("bench", ids, SamplingParams(temperature=0, max_tokens=max_tokens), speculation)])
+    [output] = opened.engine.generate(
+        [Request("bench", ids, SamplingParams(temperature=0, max_tokens=max_tokens), speculation)]
+    )
     return output, output.stats.finished_at - output.stats.first_token_at
 
 
@@ -66,7 +68,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--count", type=int, default=12, help="prompts of each set")
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--gamma", type=int, nargs="*", default=[], help="draft lengths to try; none is the engine's own")
+    parser.add_argument(
+        "--gamma", type=int, nargs="*", default=[], help="draft lengths to try; none is the engine's own"
+    )
     arguments = parser.parse_args()
     opened = open_engine(arguments.engine)
     manifest = opened.manifest
@@ -98,16 +102,27 @@ def main() -> None:
                 drafted += output.stats.num_draft_tokens
                 accepted += output.stats.num_accepted_tokens
             key = f"{name} γ={gamma or manifest.num_draft_tokens}"
-            results[key] = {"ratios": ratios, "tokens": tokens, "rounds": rounds, "drafted": drafted, "accepted": accepted}
+            results[key] = {
+                "ratios": ratios,
+                "tokens": tokens,
+                "rounds": rounds,
+                "drafted": drafted,
+                "accepted": accepted,
+            }
             print(
-                f"{key:>16}: decode {statistics.median(ratios):.2f}× plain (min {min(ratios):.2f}, max {max(ratios):.2f}, "
-                f"slower on {sum(r < 0.98 for r in ratios)} of {len(ratios)}), acceptance {accepted / max(1, drafted):.0%}, "
+                f"{key:>16}: {statistics.median(ratios):.2f}× plain (min {min(ratios):.2f}, "
+                f"max {max(ratios):.2f}, slower on {sum(r < 0.98 for r in ratios)} of {len(ratios)}), "
+                f"acceptance {accepted / max(1, drafted):.0%}, "
                 f"{tokens / rounds:.2f} tokens per round, outputs differing: {differing}; overhead plain "
                 f"{statistics.median(shares['plain']):.1%}, speculated {statistics.median(shares['speculated']):.1%}"
             )
     resident = psutil.Process().memory_info().rss
     print(f"resident memory: {resident / 1e6:.0f} MB; weights {manifest.target.weight_bytes / 1e6:.0f} MB")
-    path = Path(__file__).parent / "results" / f"speculation-{manifest.served_model_name.split('/')[-1].removesuffix('.gguf')}.json"
+    path = (
+        Path(__file__).parent
+        / "results"
+        / f"speculation-{manifest.served_model_name.split('/')[-1].removesuffix('.gguf')}.json"
+    )
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=1))
 

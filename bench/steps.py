@@ -23,6 +23,7 @@ from paceline.assemble import open_engine
 from paceline.build.autotune import step_seconds, this_machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+PAUSE_SECONDS = 0.03  # OpenMP threads go on spinning after a call: let the last one's stop before the next one's start
 
 
 class Peer:
@@ -74,12 +75,13 @@ def main() -> None:
         for _ in range(arguments.repeats):
             for rows in (n for n, c in jobs if c == context):
                 for name, step in steppers.items():
+                    time.sleep(PAUSE_SECONDS)
                     samples.setdefault(f"{name}/{rows}/{context}", []).append(step(rows, context))
         speeds.append(bandwidth())
     report(opened, samples, jobs, list(steppers), max(speeds), {k: p.info for k, p in peers.items()})
 
 
-def report(opened, samples, jobs, names, speed, peers) -> None:  # noqa: ANN001
+def report(opened, samples, jobs, names, speed, peers) -> None:
     median = {key: statistics.median(values) * 1e3 for key, values in samples.items()}
     least = {key: min(values) * 1e3 for key, values in samples.items()}
     machine = this_machine()
@@ -87,7 +89,10 @@ def report(opened, samples, jobs, names, speed, peers) -> None:  # noqa: ANN001
     embedding = opened.target._weights.get("embedding.weight")
     moved = opened.manifest.target.weight_bytes - (0 if embedding is None else embedding.numel())
     print(f"machine: {machine.cpu}, {machine.num_cores} cores; model: {opened.manifest.target.source}")
-    print(f"engine: {opened.manifest.target.quantization}, {moved / 1e6:.0f} MB read per step; read speed {speed / 1e9:.1f} GB/s")
+    print(
+        f"engine: {opened.manifest.target.quantization}, {moved / 1e6:.0f} MB read per step; "
+        f"read speed {speed / 1e9:.1f} GB/s"
+    )
     for kind, info in peers.items():
         print(f"llama.cpp {kind}: llama-cpp-python {info['version']}; {info['system']}")
     for context in dict.fromkeys(c for _, c in jobs):

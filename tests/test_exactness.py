@@ -17,8 +17,8 @@ from paceline.runtime.sequence import Request, SpeculationParams
 METHODS = ("suffix", "draft", "hybrid")
 OFF = SpeculationParams(enabled=False)
 
-_SUBJECTS = ("a queue", "prime numbers", "a bank account", "word counts", "matrix products", "a calendar", "roman numerals",
-             "a binary tree", "temperatures", "file names")  # fmt: skip
+_SUBJECTS = ("a queue", "prime numbers", "a bank account", "word counts", "matrix products", "a calendar",
+             "roman numerals", "a binary tree", "temperatures", "file names")  # fmt: skip
 _ASKS = (
     "def process(items):\n    # {0}\n    result = []\n    for item in items:\n",
     "<|im_start|>user\nWrite a Python class for {0}.<|im_end|>\n<|im_start|>assistant\n",
@@ -124,7 +124,7 @@ def test_seeded_sampling_is_token_identical_with_every_drafter_and_batch(smollm2
 
 
 def mixed_requests(opened: OpenEngine) -> list[Request]:
-    """Eight requests that share steps: greedy, seeded, penalised, stopped, long and short, each with its own drafter."""
+    """Eight requests that share steps: greedy, seeded, penalised, stopped, long, short, each with its own drafter."""
     long = "\n".join(PROMPTS[:38])
     cases = [
         (PROMPTS[0], SamplingParams(temperature=0, max_tokens=40, logprobs=5), SpeculationParams(True, 7, "suffix")),
@@ -136,7 +136,8 @@ def mixed_requests(opened: OpenEngine) -> list[Request]:
          SpeculationParams(True, 9, "hybrid")),
         (PROMPTS[41], SamplingParams(temperature=1.0, top_k=40, seed=9, max_tokens=40, logprobs=5),
          SpeculationParams(True, 2, "draft")),
-        (PROMPTS[5], SamplingParams(temperature=0, frequency_penalty=0.5, min_tokens=20, max_tokens=30, logprobs=5), OFF),
+        (PROMPTS[5], SamplingParams(temperature=0, frequency_penalty=0.5, min_tokens=20, max_tokens=30, logprobs=5),
+         OFF),
         (PROMPTS[16], SamplingParams(temperature=0, logit_bias={28: 3.0}, max_tokens=30, logprobs=5),
          SpeculationParams(True, 4, "suffix")),
     ]  # fmt: skip
@@ -201,7 +202,10 @@ def test_every_drafter_and_length_is_token_identical_on_random_checkpoints(tiny,
         drafted = accepted = 0
         for method, gamma in itertools.product(METHODS, (1, 2, 5, 15)):
             outputs = run(opened, prompts, sampling, SpeculationParams(True, gamma, method))
-            assert [(o.token_ids, o.logprobs) for o in outputs] == [(o.token_ids, o.logprobs) for o in plain], (method, gamma)
+            assert [(o.token_ids, o.logprobs) for o in outputs] == [(o.token_ids, o.logprobs) for o in plain], (
+                method,
+                gamma,
+            )
             drafted += sum(o.stats.num_draft_tokens for o in outputs)
             accepted += sum(o.stats.num_accepted_tokens for o in outputs)
         assert 0 < accepted < drafted

@@ -19,7 +19,7 @@ def test_row_buckets_end_where_cost_rises():
 
 def test_free_verification_drafts_the_most():
     flat = Costs(context=256, target=dict.fromkeys(range(1, 33), 0.01))
-    count, choice = choose_num_draft_tokens(flat, "suffix")
+    count, gain, choice = choose_num_draft_tokens(flat, "suffix")
     assert count == autotune.MAX_AUTO_DRAFT_TOKENS
     assert choice.chosen == "15" and "v(1) = 10.0 ms" in choice.because
 

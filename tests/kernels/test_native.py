@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from backends import backend_of, batch_of, pool, weights_of
 
+from backends import backend_of, batch_of, pool, weights_of
 from paceline.model.linear import Int8Linear, pack_float, pack_int8, quantize_weight
 from paceline.runtime.backend_native import _Linear
 from paceline.runtime.sampling import TorchSamplingKernels
@@ -66,7 +66,9 @@ def test_a_linear_rows_bits_do_not_depend_on_the_batch_or_the_threads(compiler, 
     else:
         weight = torch.randn(num_out, num_in).to(torch.bfloat16 if kind == "bf16" else torch.float32)
         packed, scale, bias = pack_float(weight), None, None
-    alone = torch.cat([run_linear(packed, scale, bias, x[i : i + 1], num_out, 64, pool(1, compiler)) for i in range(rows)])
+    alone = torch.cat(
+        [run_linear(packed, scale, bias, x[i : i + 1], num_out, 64, pool(1, compiler)) for i in range(rows)]
+    )
     for size in (2, 3, 4, 7, 8, 13, 16, 24, 40):
         for threads in (1, 2, 3):
             batched = torch.cat([

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from backends import backend_of, batch_of, weights_of
 
 PROMPT_LENGTH = 45  # three blocks of 16, and well past the tiny sliding windows of 12
@@ -75,7 +76,7 @@ def test_chunks_batches_and_rollback_equal_whole_runs(tiny, family, name):
     backend.forward(batch_of([(first[:20], 0, tables[0])]))
     backend.forward(batch_of([(first[20:33], 20, tables[0]), (second[:17], 0, tables[1])]))
     # Rejected guesses are written, then overwritten.
-    backend.forward(batch_of([(second[17:20] + [9, 9, 9, 9], 17, tables[1])]))
+    backend.forward(batch_of([([*second[17:20], 9, 9, 9, 9], 17, tables[1])]))
     got = backend.forward(batch_of([(first[33:], 33, tables[0]), (second[20:], 20, tables[1])]))
     expected = torch.cat([
         reference(model, first, weights.vocab_size)[33:], reference(model, second, weights.vocab_size)[20:]

@@ -30,6 +30,7 @@ BUCKET_STEP = 1.12  # a bucket ends where more rows begin to cost this much more
 # What choosing γ assumes before any traffic was seen; `paceline tune` measures it instead.
 ASSUMED_ACCEPTANCE = 0.8
 MAX_AUTO_DRAFT_TOKENS = 15
+MIN_GAIN = 1.05  # predicted speedup below which `method: auto` leaves a draft model unused
 
 
 def this_machine() -> Machine:
@@ -141,8 +142,8 @@ def row_buckets(target_seconds: Mapping[int, float]) -> list[int]:
     return [*buckets, sizes[-1]]
 
 
-def choose_num_draft_tokens(costs: Costs, method: str) -> tuple[int, Choice]:
-    """The γ that maximises the speedup formula over the measured costs at ASSUMED_ACCEPTANCE, and why."""
+def choose_num_draft_tokens(costs: Costs, method: str) -> tuple[int, float, Choice]:
+    """The γ that maximises the speedup formula over the measured costs at ASSUMED_ACCEPTANCE, that speedup, and why."""
     draft_seconds = costs.draft.get(1, 0.0) if method in ("draft", "hybrid") else 0.0
     table = CostTable(costs.target, draft_seconds)
     gains = {g: speedup([ASSUMED_ACCEPTANCE] * g, table) for g in range(1, MAX_AUTO_DRAFT_TOKENS + 1)}
@@ -152,4 +153,4 @@ def choose_num_draft_tokens(costs: Costs, method: str) -> tuple[int, Choice]:
         f"v(1) = {table.step_seconds(1) * 1e3:.1f} ms, v({best + 1}) = {table.step_seconds(best + 1) * 1e3:.1f} ms, "
         f"d = {draft_seconds * 1e3:.1f} ms"
     )
-    return best, Choice(what="num_draft_tokens", chosen=str(best), because=because)
+    return best, gains[best], Choice(what="num_draft_tokens", chosen=str(best), because=because)

@@ -297,7 +297,12 @@ def _choose_speculation(resolved: Resolved, costs: Costs) -> tuple[str | None, i
         because = "set by `speculation.num_draft_tokens`"
         chosen = Choice(what="num_draft_tokens", chosen=str(options.num_draft_tokens), because=because)
         return resolved.method, options.num_draft_tokens, chosen
-    count, choice = autotune.choose_num_draft_tokens(costs, resolved.method)
+    count, gain, choice = autotune.choose_num_draft_tokens(costs, resolved.method)
+    if options.method == "auto" and options.draft is not None and gain < autotune.MIN_GAIN:
+        # The draft costs more than it can save on this machine: say so, and draft from the text instead.
+        without = autotune.choose_num_draft_tokens(costs, "suffix")[0]
+        because = f"with the draft model: {choice.because}, below {autotune.MIN_GAIN}"
+        return "suffix", without, Choice(what="speculation", chosen="suffix, without the draft", because=because)
     return resolved.method, count, choice
 
 

@@ -65,7 +65,7 @@ class Decoder:
         """Run rows through every layer, writing K and V, and return float32 logits [len(logit_rows), vocab].
 
         `tokens`, `positions`, `slots` are int64 [rows] (a slot is block * block_size + offset); `spans` are (first row,
-        end row, block table) of each sequence; `keys` and `values` are [layers, blocks, block_size, kv_heads, head_dim].
+        end row, block table) of each sequence; `keys`, `values` are [layers, blocks, block_size, kv_heads, head_dim].
         """
         x = self._embedding.rows(tokens) * self.architecture.embedding_scale
         for index in range(self.architecture.num_layers):
@@ -82,7 +82,16 @@ class Decoder:
         inverse = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.architecture.rms_norm_eps)
         return x * inverse * self._norms[name]
 
-    def _attend(self, index, x, positions, slots, spans, keys, values) -> torch.Tensor:  # noqa: ANN001
+    def _attend(
+        self,
+        index: int,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        spans: list[tuple[int, int, torch.Tensor]],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
         a, prefix = self.architecture, f"layers.{index}."
         qkv = self._layers[index]["qkv"](self._norm(prefix + "attention_norm", x))
         q, k, v = qkv.view(len(x), -1, a.head_dim).split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)

@@ -25,7 +25,10 @@ _I32, _F32, _PTR = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("weight", _PTR), ("scale", _PTR), ("bias", _PTR), *((n, _I32) for n in ("kind", "in_", "out", "group"))]
+    _fields_ = [
+        *((n, _PTR) for n in ("weight", "scale", "bias")),
+        *((n, _I32) for n in ("kind", "in_", "out", "group")),
+    ]
 
 
 class _Layer(ctypes.Structure):
@@ -70,9 +73,9 @@ class ThreadPool:
 def unsupported_reason(architecture: Architecture) -> str | None:
     """Why the kernels cannot run this architecture (None: they can). The PyTorch decoder runs every one."""
     a = architecture
-    for name, value in (("head_dim", a.head_dim), ("hidden_size", a.hidden_size), ("intermediate_size", a.intermediate_size)):
-        if value % 16:
-            return f"{name} is {value}, not a multiple of 16"
+    for name in ("head_dim", "hidden_size", "intermediate_size"):
+        if getattr(a, name) % 16:
+            return f"{name} is {getattr(a, name)}, not a multiple of 16"
     if a.head_dim > 256:
         return f"head_dim is {a.head_dim}, above 256"
     return None
@@ -100,7 +103,9 @@ class NativeBackend:
         kv_dtype: torch.dtype = torch.bfloat16,
     ):
         if reason := unsupported_reason(architecture):
-            raise CompatibilityError(f"the native kernels cannot run this model: {reason}", hint="use the torch backend.")
+            raise CompatibilityError(
+                f"the native kernels cannot run this model: {reason}", hint="use the torch backend."
+            )
         self.architecture = architecture
         self.vocab_size, self.num_blocks, self.block_size, self.max_rows = vocab_size, num_blocks, BLOCK_SIZE, max_rows
         self.pool = pool

@@ -65,6 +65,7 @@ def open_backend(
         return NativeBackend(weights.architecture, weights.tensors, pool=pool, **sizes)
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
-            "`device: cuda`, but PyTorch sees no NVIDIA GPU", hint="use `device: cpu`, or install a CUDA build of torch."
+            "`device: cuda`, but PyTorch sees no NVIDIA GPU",
+            hint="use `device: cpu`, or install a CUDA build of torch.",
         )
     return TorchBackend(weights.architecture, weights.tensors, device=device, block_size=BLOCK_SIZE, **sizes)
