@@ -20,6 +20,7 @@ def test_row_buckets_end_where_cost_rises():
 def test_free_verification_drafts_the_most():
     flat = Costs(context=256, target=dict.fromkeys(range(1, 33), 0.01))
     count, gain, choice = choose_num_draft_tokens(flat, "suffix")
+    assert 4.8 < gain < 4.9  # (1 - 0.8^16) / 0.2
     assert count == autotune.MAX_AUTO_DRAFT_TOKENS
     assert choice.chosen == "15" and "v(1) = 10.0 ms" in choice.because
 

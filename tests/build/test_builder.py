@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from engines import Recorder, build_tiny, config_of
 from paceline.build import autotune, builder, resolve
 from paceline.build.builder import build_engine
-from paceline.build.manifest import read_manifest
+from paceline.build.manifest import Costs, read_manifest
 from paceline.errors import BuildError, CheckpointError, CompatibilityError, ConfigError, DeviceError, EngineFolderError
 from paceline.runtime import backends
 from tiny_checkpoints import CHAT_TEMPLATE
@@ -476,3 +476,18 @@ def test_edited_weights_cannot_be_retuned(llama, engine):
 def test_manifest_is_plain_json(engine):
     document = json.loads((engine / "manifest.json").read_text())
     assert document["engine"]["format_version"] == 1 and document["sha256"]
+
+
+@pytest.mark.parametrize(("draft_seconds", "method"), [(0.0005, "hybrid"), (0.02, "suffix")])
+def test_auto_leaves_a_draft_unused_that_costs_more_than_it_saves(
+    llama, tmp_path, monkeypatch, draft_seconds, method
+):
+    costs = Costs(context=256, target=dict.fromkeys(range(1, 17), 0.01), draft={1: draft_seconds})
+    monkeypatch.setattr(autotune, "profile", lambda *arguments: costs)
+    speculation = {"method": "auto", "draft": str(llama)}
+    manifest = build_tiny(llama, tmp_path / "engine", speculation=speculation)
+    assert manifest.method == method
+    chosen = {choice.what: choice.chosen for choice in manifest.choices}
+    assert ("without the draft" in chosen.get("speculation", "")) == (method == "suffix")
+    speculation["num_draft_tokens"] = 3  # asked for by number: not second-guessed
+    assert build_tiny(llama, tmp_path / "other", speculation=speculation).method == "hybrid"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -48,7 +50,7 @@ class TorchBackend:
         edges = [0, *(np.flatnonzero(np.diff(sequences)) + 1).tolist(), len(sequences)]
         spans = [
             (first, end, tables[int(sequences[first])].to(self._device))
-            for first, end in zip(edges, edges[1:], strict=False)
+            for first, end in itertools.pairwise(edges)
         ]
         moved = (
             torch.from_numpy(np.asarray(batch.token_ids, dtype=np.int64)),
