@@ -23,7 +23,7 @@ from paceline.assemble import open_engine
 from paceline.build.autotune import step_seconds, this_machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-PAUSE_SECONDS = 0.03  # OpenMP threads go on spinning after a call: let the last one's stop before the next one's start
+PAUSE_SECONDS = 0.25  # OpenMP threads spin for 200 ms after a call: they must not take the next one's cores
 
 
 class Peer:

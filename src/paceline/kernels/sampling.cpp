@@ -88,6 +88,7 @@ float logsumexp_row(const float* x, int size) {
 }
 
 template <typename Row> void each_row(void* pool, int rows, Row&& row) {
+    if (rows == 1) return row(0);  // waking threads would take longer
     auto& threads = *static_cast<ThreadPool*>(pool);
     threads.run([&](int) { threads.for_each(rows, 1, [&](int i, int) { row(i); }); });
 }

@@ -70,6 +70,11 @@ class ThreadPool:
             self.kernels.paceline_pool_destroy(self.handle)
 
 
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose memory is taken when it is first written: a KV cache costs what it holds, up to its size."""
+    return torch.from_numpy(np.zeros(shape, dtype=np.dtype(f"uint{8 * dtype.itemsize}"))).view(dtype)
+
+
 def unsupported_reason(architecture: Architecture) -> str | None:
     """Why the kernels cannot run this architecture (None: they can). The PyTorch decoder runs every one."""
     a = architecture
@@ -114,8 +119,7 @@ class NativeBackend:
         self._group = activation_group
         a = architecture
         cache_shape = (a.num_layers, num_blocks, a.num_kv_heads, a.head_dim * BLOCK_SIZE)
-        self.keys = torch.zeros(cache_shape, dtype=kv_dtype)
-        self.values = torch.zeros(cache_shape, dtype=kv_dtype)
+        self.keys, self.values = _lazy_zeros(cache_shape, kv_dtype), _lazy_zeros(cache_shape, kv_dtype)
         self._logits = torch.empty((min(max_rows, 64), vocab_size), dtype=torch.float32)
         self._ropes: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
         layers = (_Layer * a.num_layers)(*(self._layer(i, max_seq_len) for i in range(a.num_layers)))
