@@ -76,9 +76,12 @@ def main() -> None:
     manifest = opened.manifest
     print(f"machine: {manifest.machine.cpu}, {manifest.machine.num_cores} cores; model: {manifest.target.source}")
     print(f"engine: {manifest.target.quantization}, {manifest.method}, {manifest.num_draft_tokens} draft tokens")
-    metrics, results = opened.engine.metrics, {}
+    results = {}
     for name, prompts in prompt_sets(arguments.data, arguments.count).items():
         for gamma in arguments.gamma or [None]:
+            # Afresh each time: what the suffix drafter learnt from the same prompts would flatter the next run.
+            opened = open_engine(arguments.engine)
+            metrics = opened.engine.metrics
             ratios, rounds, tokens, drafted, accepted, differing = [], 0, 0, 0, 0, 0
             shares = {"plain": [], "speculated": []}
             for prompt in prompts:
