@@ -107,6 +107,8 @@ def test_presets(run):
     ran = run("presets", "--json")
     assert ran.code == 0 and "smollm2-135m" in ran.json
     assert all(name in run("presets").out for name in ran.json)
+    assert ran.json["smollm2-135m"].endswith("so tokens are drafted from the text itself.")
+    assert ran.json["qwen2.5-coder-14b-0.5b"] == "Qwen2.5-Coder-14B-Instruct (SpecDec)"
 
 
 def test_check(run, config):
@@ -244,7 +246,23 @@ def test_compare_that_differs_fails(run, engine, monkeypatch):
     ran = run("generate", engine, "-p", "add", "--max-tokens", 5, "--compare")
     assert ran.code == 1 and "outputs are DIFFERENT" in ran.err
     unseeded = run("generate", engine, "-p", "add", "--max-tokens", 5, "--compare", "--temperature", 1)
-    assert unseeded.code == 0
+    assert unseeded.code == 0 and "DIFFERENT" not in unseeded.err and "give a --seed" in unseeded.err
+
+
+def test_compare_prefills_the_whole_prompt_both_times(engine):
+    """The TTFT it shows is that of a prompt never seen: no run may find another's prompt in the cache."""
+    from paceline.generate import Ask, Session
+
+    session = Session(engine, Ask(prompt="add add " * 20, sampling={"max_tokens": 4, "temperature": 0.0}))
+    comparison = session.compare(None, None, lambda name: None)
+    assert comparison.plain.num_prompt_tokens == comparison.speculated.num_prompt_tokens > 32
+    assert session._opened.engine.metrics.prefix_cache_hits == 0
+
+
+def test_max_tokens_that_do_not_fit_are_cut_aloud(run, engine):
+    ran = run("generate", engine, "-p", "add", "--max-tokens", 99999)
+    assert ran.code == 0 and "note: `max_tokens` 99999 is cut to the " in ran.err
+    assert "note" not in run("generate", engine, "-p", "add", "--max-tokens", 9).err
 
 
 @pytest.mark.parametrize(
@@ -352,6 +370,17 @@ def test_reader_that_leaves_early(arguments):
     os.close(write)
     _, err = process.communicate()
     assert process.returncode == 1 and "Traceback" not in err and "BrokenPipe" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("flags", [(), ("--stream",), ("--json",), ("--compare",)])
+def test_output_onto_a_full_disk(engine, config, flags):
+    for arguments in (("generate", engine, "-p", "add", "--max-tokens", 9, *flags), ("check", config)):
+        with open("/dev/full", "w") as full:
+            process = start(*arguments, stdout=full)
+            _, err = process.communicate()
+        assert process.returncode == 1 and "Traceback" not in err
+        assert err.splitlines()[-1] == "error: cannot write the output: No space left on device"
 
 
 def test_output_that_the_terminal_cannot_show(engine):

@@ -55,17 +55,22 @@ def open_engine(
     *,
     config: Config | None = None,
     speculation: bool = True,
+    prefix_cache: bool = True,
     seed: int | None = None,
     listener: Listener | None = None,
 ) -> OpenEngine:
     """Open an engine folder. `config` overrides the runtime options it was built with; `speculation` False leaves the
-    drafters out; `seed` fixes the randomness of requests that bring no seed of their own.
+    drafters out; `prefix_cache` False lets no request profit from another's prompt, whatever the config says; `seed`
+    fixes the randomness of requests that bring no seed of their own.
 
     Raises EngineFolderError for a damaged folder and CapacityError when the memory asked for is not there.
     """
     listener = listener or Listener()
     manifest = read_manifest(folder)
     config = config or Config.model_validate(manifest.config)
+    if not prefix_cache:
+        runtime = config.runtime.model_copy(update={"enable_prefix_cache": False})
+        config = config.model_copy(update={"runtime": runtime})
     tokenizer = _tokenizer(folder, manifest)
     machine = autotune.this_machine()
     if machine.fingerprint != manifest.machine.fingerprint:

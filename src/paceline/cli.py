@@ -62,9 +62,18 @@ def main() -> None:
         # Whoever read our output has left, as `head` does; nothing more is to be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Our own output cannot be written: a full disk behind `> file`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        talk.print(f"[bold red]error:[/] cannot write the output: {escape(error.strerror or str(error))}")
+        sys.exit(1)
 
 
 def _stop(number: int, frame: object) -> None:
+    if data.is_terminal:
+        talk.print()  # streamed text may have left the cursor within a line
     talk.print("interrupted" if number == signal.SIGINT else "terminated", style="yellow")
     sys.exit(128 + number)
 
@@ -219,14 +228,16 @@ def build(
 @app.command()
 def presets(as_json: JsonOption = False) -> None:
     """List the bundled configs. Use one as `preset:NAME` wherever a config is asked for."""
-    from paceline.config import preset_names, preset_text
+    from paceline.config import preset_names, preset_summary
 
-    described = {name: preset_text(name).splitlines()[0].lstrip("# ") for name in preset_names()}
+    described = {name: preset_summary(name) for name in preset_names()}
     if as_json:
         _print_json(described)
         return
-    for name, first_line in described.items():
-        data.print(f"[bold]{name}[/]  {escape(first_line)}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, summary in described.items():
+        table.add_row(f"[bold]{name}[/]", escape(summary))
+    _show(table)
 
 
 @app.command()
@@ -324,6 +335,8 @@ def _compare(session: Any, stream: bool, as_json: bool) -> None:
         talk.print(_statistics({"plain": comparison.plain, "speculated": comparison.speculated}))
         speedup = f"{comparison.speedup:.2f}× the decoding speed"
         same = "identical" if comparison.identical else "DIFFERENT"
+        if not comparison.must_be_identical:
+            same = "two independent samples: give a --seed to get the same text twice"
         talk.print(f"[bold]{speedup}; outputs are {same}[/]")
     if not comparison.identical and comparison.must_be_identical:
         raise typer.Exit(1)

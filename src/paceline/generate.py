@@ -18,6 +18,7 @@ from paceline.serve.chat import render_chat
 
 OnText = Callable[[str, str], None]  # text, origin of the token that completed it
 MAX_PROMPT_BYTES = 64 << 20
+WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,13 @@ class Session:
             raise RequestError(
                 f"`--speculation` must be off, draft, suffix or hybrid, got `{ask.speculation}`", field="speculation"
             )
-        self._opened = open_engine(folder, listener=Listener(say=say))
+        # Every run prefills its own prompt: the TTFT shown is that of a prompt never seen.
+        self._opened = open_engine(folder, prefix_cache=False, listener=Listener(say=say))
         self._prompt = encode_prompt(self._opened, text, chat=ask.chat is not None)
         self._count = 0
+        room = self._opened.manifest.max_seq_len - len(self._prompt)
+        if self._sampling.max_tokens is not None and self._sampling.max_tokens > room > 0:
+            say(f"note: `max_tokens` {self._sampling.max_tokens} is cut to the {room} that fit into `max_seq_len`.")
 
     def run(self, on_text: OnText | None = None) -> Result:
         """Complete the prompt as asked."""
@@ -103,9 +108,10 @@ class Session:
     def compare(
         self, on_plain: OnText | None, on_speculated: OnText | None, between: Callable[[str], None]
     ) -> Comparison:
-        """Complete it plain, then speculated. A warm-up token first, so that neither pays for cold caches."""
+        """Complete it plain, then speculated; both prefill the whole prompt. First a warm-up token after the prompt's
+        beginning, so that neither pays for weights not yet in memory."""
         warm_up = replace(self._sampling, max_tokens=1, min_tokens=0)
-        self._complete(SpeculationParams(enabled=False), None, warm_up)
+        self._complete(SpeculationParams(enabled=False), None, warm_up, self._prompt[:WARM_UP_TOKENS])
         between("plain")
         plain = self._complete(SpeculationParams(enabled=False), on_plain)
         between("speculated")
@@ -116,11 +122,16 @@ class Session:
         return Comparison(plain, speculated, plain.token_ids == speculated.token_ids, must, ratio)
 
     def _complete(
-        self, speculation: SpeculationParams, on_text: OnText | None, sampling: SamplingParams | None = None
+        self,
+        speculation: SpeculationParams,
+        on_text: OnText | None,
+        sampling: SamplingParams | None = None,
+        prompt: tuple[int, ...] | None = None,
     ) -> Result:
         engine = self._opened.engine
+        prompt = self._prompt if prompt is None else prompt
         self._count += 1
-        request = Request(f"generate-{self._count}", self._prompt, sampling or self._sampling, speculation)
+        request = Request(f"generate-{self._count}", prompt, sampling or self._sampling, speculation)
         started = time.perf_counter()
         first = last = started
         engine.submit(request)
@@ -142,7 +153,7 @@ class Session:
             token_ids=token_ids,
             pieces=pieces,
             finish_reason=output.finish_reason.value,
-            num_prompt_tokens=len(self._prompt),
+            num_prompt_tokens=len(prompt),
             num_rounds=stats.num_rounds,
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,

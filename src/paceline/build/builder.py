@@ -8,6 +8,7 @@ quantisation and measurement; knows nothing of requests.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -82,7 +83,9 @@ def build_engine(config: Config, output: Path, listener: Listener | None = None,
         raise BuildError(
             f"building `{output}` stopped: {error.strerror or error}{where}",
             hint="free space or choose another output folder; then run the same build again: it resumes where it "
-            "stopped.",
+            "stopped."
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "choose an output folder that can be created and written here.",
         ) from error
     return manifest
 

@@ -1,6 +1,14 @@
 """One config file in: the schema, the Truss form, precedence, and the explanation of the result."""
 
-from paceline.config.load import LoadedConfig, Origin, load_config, parse_config, preset_names, preset_text
+from paceline.config.load import (
+    LoadedConfig,
+    Origin,
+    load_config,
+    parse_config,
+    preset_names,
+    preset_summary,
+    preset_text,
+)
 from paceline.config.schema import (
     BuildOptions,
     Config,
@@ -24,5 +32,6 @@ __all__ = [
     "load_config",
     "parse_config",
     "preset_names",
+    "preset_summary",
     "preset_text",
 ]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,6 +83,13 @@ def preset_text(name: str) -> str:
             "`paceline presets` lists them with what each is for.",
         )
     return (resources.files("paceline.config") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def preset_summary(name: str) -> str:
+    """What a bundled preset is for: the comment it begins with, else the name of its model."""
+    text = preset_text(name)
+    comment = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), text.splitlines())]
+    return " ".join(comment) or parse_config(text, name, kind="preset").config.served_model_name or name
 
 
 def load_config(

@@ -121,7 +121,7 @@ def _check_number(name: str, value: object, kind: type, low: float, high: float,
         return
     noun = "an integer" if kind is int else "a number"
     above = "at least" if low_allowed else "above"
-    bound = f"{above} {low}" + ("" if high == _INT64 else f" and at most {high}")
+    bound = f"{above} {low}" + f" and at most {'2^63 - 1' if high == _INT64 else high}"
     raise _refusal(name, f"{noun} {bound}", value)
 
 

@@ -93,7 +93,7 @@ def render_chat(
     if template is None:
         raise RequestError(
             "this model has no chat template, so it cannot take `messages`",
-            hint="send a plain prompt instead (`--prompt`, or /v1/completions).",
+            hint="send a plain prompt instead (`--prompt` on the command line).",
             field="messages",
         )
     try:
