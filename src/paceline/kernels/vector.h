@@ -33,6 +33,29 @@ static inline f32x16 load(const bf16* p) {
     return (f32x16)bits;
 }
 
+struct f16 { uint16_t bits; };
+
+// Exact: every IEEE half is a float. No infinities or NaN: scales are finite by construction.
+static inline float to_float(f16 x) {
+    const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+    uint32_t bits = rest << 13;
+    float f; std::memcpy(&f, &bits, 4);
+    f *= 0x1p112f;  // moves the exponent's bias from 15 to 127, subnormals included
+    std::memcpy(&bits, &f, 4);
+    bits |= sign;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+static inline f32x16 load(const f16* p) {
+#if defined(__AVX512F__) && !defined(PACELINE_PORTABLE)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+    f32x16 v;
+    for (int i = 0; i < LANES; ++i) v[i] = to_float(p[i]);
+    return v;
+#endif
+}
+
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) { uint32_t b = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &b, 4); return f; }
 
