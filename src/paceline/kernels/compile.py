@@ -102,6 +102,7 @@ def load_kernels(library: Path) -> ctypes.CDLL:
             "XDG_CACHE_HOME to a folder on another one.",
         ) from error
     pointer, integer = ctypes.c_void_p, ctypes.c_int
+    rows = [pointer, integer, integer, ctypes.c_int64]  # float32 logits: rows, columns, floats from row to row
     signatures = {
         "paceline_pool_create": ([integer], pointer),
         "paceline_pool_destroy": ([pointer], None),
@@ -110,9 +111,9 @@ def load_kernels(library: Path) -> ctypes.CDLL:
         "paceline_decoder_forward": ([pointer, pointer], None),
         "paceline_decoder_profile": ([pointer, pointer], None),
         "paceline_linear": ([pointer, pointer, integer, pointer, pointer], None),
-        "paceline_argmax": ([pointer, integer, integer, pointer, pointer], None),
-        "paceline_gumbel_argmax": ([pointer, integer, integer, pointer, pointer, pointer], None),
-        "paceline_logsumexp": ([pointer, integer, integer, pointer, pointer], None),
+        "paceline_argmax": ([*rows, pointer, pointer], None),
+        "paceline_gumbel_argmax": ([*rows, pointer, pointer, pointer], None),
+        "paceline_logsumexp": ([*rows, pointer, pointer], None),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(kernels, name)

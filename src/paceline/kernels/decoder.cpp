@@ -31,7 +31,7 @@ struct DecoderConfig {
 struct Step {
     int32_t num_rows, num_logits, max_blocks;
     const int32_t *tokens, *positions, *sequence_of_row, *block_tables, *logit_rows;
-    float* logits;  // [num_logits][vocab]
+    float* logits;  // [num_logits][vocab padded to whole blocks]
 };
 }
 
@@ -110,6 +110,10 @@ private:
                 const float scale = e.scale[token];
                 for (int k = 0; k < e.in; ++k)
                     out[k] = float(int(w[size_t(k / 4) * 64 + k % 4]) - 128) * scale * c_.embedding_scale;
+            } else if (e.kind == INT4) {
+                const FourBitGroup* groups = static_cast<const FourBitGroup*>(e.weight) + base / (LANES * FourBitGroup::INPUTS);
+                for (int k = 0; k < e.in; ++k)
+                    out[k] = groups[k / FourBitGroup::INPUTS].value(k % FourBitGroup::INPUTS, lane) * c_.embedding_scale;
             } else if (e.kind == BF16) {
                 const bf16* w = static_cast<const bf16*>(e.weight) + base + lane;
                 for (int k = 0; k < e.in; ++k) out[k] = to_float(w[size_t(k) * LANES]) * c_.embedding_scale;
@@ -159,14 +163,9 @@ private:
         });
     }
 
-    int grain(int blocks, int unit) const {
-        const int runs = pool_.num_threads() * 4;
-        return std::max(1, blocks / (runs * unit)) * unit;
-    }
-
     void project(const Activations& x, const Linear& layer, float* out, int stride, int thread, Phase phase) {
-        pool_.for_each(layer.blocks(), grain(layer.blocks(), 4), [&](int first, int last) {
-            linear(x, layer, first, last,
+        pool_.for_each_in_stretches(thread, layer.blocks(), GRAIN, [&](int first, int last, int end) {
+            linear(x, layer, first, last, end,
                    [&](int row, int block, f32x16 y) { store(out + size_t(row) * stride + block * LANES, y); });
         });
         lap(thread, phase);
@@ -175,8 +174,8 @@ private:
     // A sublayer's last projection: straight onto the residual, or aside when a norm must come between.
     void project_back(const Activations& x, const Linear& layer, bool aside, int thread, Phase phase) {
         if (aside) return project(x, layer, mixed_.data(), c_.hidden, thread, phase);
-        pool_.for_each(layer.blocks(), grain(layer.blocks(), 4), [&](int first, int last) {
-            linear(x, layer, first, last, [&](int row, int block, f32x16 y) {
+        pool_.for_each_in_stretches(thread, layer.blocks(), GRAIN, [&](int first, int last, int end) {
+            linear(x, layer, first, last, end, [&](int row, int block, f32x16 y) {
                 float* at = residual_.data() + size_t(row) * c_.hidden + block * LANES;
                 store(at, load(at) + y);
             });
@@ -332,10 +331,10 @@ private:
         norm_rows(step, thread, w.post_attention_norm, w.ffn_norm, w.gate_up);
         // Whoever computes a group of the next layer's inputs also quantises it, while it is in its own cache.
         const int group_blocks = 2 * w.down.group / LANES;
-        const bool whole_groups = w.down.kind == INT8 && w.down.group % LANES == 0 && w.down.group <= MAX_FUSED_GROUP;
-        const int unit = whole_groups ? std::lcm(group_blocks, 4) : 4;
-        pool_.for_each(w.gate_up.blocks(), grain(w.gate_up.blocks(), unit), [&](int first, int last) {
-            linear(input_, w.gate_up, first, last, [&](int row, int block, f32x16 y) {
+        const bool whole_groups = w.down.quantised() && w.down.group % LANES == 0 && w.down.group <= MAX_FUSED_GROUP;
+        const int grain = whole_groups ? std::lcm(group_blocks, GRAIN) : GRAIN;
+        pool_.for_each_in_stretches(thread, w.gate_up.blocks(), grain, [&](int first, int last, int end) {
+            linear(input_, w.gate_up, first, last, end, [&](int row, int block, f32x16 y) {
                 float* at = gated_.data() + size_t(row) * c_.intermediate + (block / 2) * LANES;
                 if (block % 2 == 0) store(at, y);
                 else store(at, (c_.gelu ? gelu_tanh(load(at)) : silu(load(at))) * y);
@@ -370,14 +369,11 @@ private:
             input_.set_row(i, normed, c_.head);
         });
         lap(thread, NORM);
-        pool_.for_each(c_.head.blocks(), grain(c_.head.blocks(), 4), [&](int first, int last) {
-            linear(input_, c_.head, first, last, [&](int row, int block, f32x16 y) {
+        pool_.for_each_in_stretches(thread, c_.head.blocks(), GRAIN, [&](int first, int last, int end) {
+            linear(input_, c_.head, first, last, end, [&](int row, int block, f32x16 y) {
                 if (c_.logits_softcap > 0.0f)
                     y = splat(c_.logits_softcap) * hyperbolic_tangent(y / splat(c_.logits_softcap));
-                float* at = step.logits + size_t(row) * c_.vocab + block * LANES;
-                const int valid = std::min(LANES, c_.vocab - block * LANES);
-                if (valid == LANES) store(at, y);
-                else std::memcpy(at, &y, size_t(valid) * 4);
+                store(step.logits + (size_t(row) * c_.head.blocks() + block) * LANES, y);
             });
         });
         lap(thread, HEAD);
@@ -392,6 +388,7 @@ private:
 
     int query_stride() const { return (c_.head_dim <= 64 ? 64 : c_.head_dim <= 128 ? 128 : 256) + LANES; }
 
+    static constexpr int GRAIN = 4;  // blocks of a linear layer that a thread takes at once
     static constexpr int MAX_FUSED_GROUP = 512;
     static constexpr size_t SCRATCH_FLOATS = MAX_QUERIES * (MAX_HEAD_DIM + LANES + SCORE_STRIDE);
     static constexpr size_t PARTIAL_FLOATS = size_t(8) << 20;
@@ -432,9 +429,9 @@ void paceline_linear(const Linear* layer, const float* x, int rows, float* out, 
     input.rows = rows;
     for (int r = 0; r < rows; ++r) input.set_row(r, x + size_t(r) * layer->in, *layer);
     auto& threads = *static_cast<ThreadPool*>(pool);
-    threads.run([&](int) {
-        threads.for_each(layer->blocks(), 4, [&](int first, int last) {
-            linear(input, *layer, first, last, [&](int row, int block, f32x16 y) {
+    threads.run([&](int thread) {
+        threads.for_each_in_stretches(thread, layer->blocks(), 4, [&](int first, int last, int end) {
+            linear(input, *layer, first, last, end, [&](int row, int block, f32x16 y) {
                 store(out + (size_t(row) * layer->blocks() + block) * LANES, y);
             });
         });

@@ -19,6 +19,12 @@ struct FourBitGroup {
     static constexpr int INPUTS = 32, VECTORS = 4;
     uint8_t nibbles[VECTORS][64];
     f16 scale[LANES], minimum[LANES];
+
+    float value(int input, int output) const {
+        const uint8_t both = nibbles[input / 8][4 * output + input % 4];
+        const int nibble = input % 8 < 4 ? both & 15 : both >> 4;
+        return to_float(scale[output]) * float(nibble) + to_float(minimum[output]);
+    }
 };
 static_assert(sizeof(FourBitGroup) == 320);
 
@@ -314,12 +320,12 @@ static inline void tile(const Activations& x, int t, const Linear& layer, int bl
 
 // B blocks for every tile of rows. The last tile may be narrow.
 template <int B, typename Epilogue>
-static inline void tiles(const Activations& x, const Linear& layer, int block, int last, Epilogue&& epilogue) {
-    const bool more = block + 2 * B <= last;
+static inline void tiles(const Activations& x, const Linear& layer, int block, int end, Epilogue&& epilogue) {
+    const bool more = block + 2 * B <= end;
     for (int t = 0; t < x.num_tiles(); ++t) {
-        // Few rows leave the hardware's own prefetching enough time. Otherwise one tile fetches all of the next
+        // One row of int8 leaves the hardware's own prefetching enough time. Otherwise one tile fetches all of the next
         // blocks, and of more tiles each of the first B fetches one.
-        const Prefetch ahead = !more || x.rows <= 4 ? Prefetch{0, 0}
+        const Prefetch ahead = !more || (layer.kind == INT8 && x.rows <= 2) ? Prefetch{0, 0}
                                : x.num_tiles() == 1 ? Prefetch{0, B}
                                                     : Prefetch{t, t < B ? 1 : 0};
         switch (x.width(t)) {
@@ -331,15 +337,16 @@ static inline void tiles(const Activations& x, const Linear& layer, int block, i
     }
 }
 
-// Compute blocks [first, last) for all rows; epilogue(row, block, f32x16) takes each result.
+// Compute blocks [first, last) for all rows; epilogue(row, block, f32x16) takes each result. Blocks up to `end` will be
+// wanted next, by the same thread.
 template <typename Epilogue>
-static inline void linear(const Activations& x, const Linear& layer, int first, int last, Epilogue&& epilogue) {
+static inline void linear(const Activations& x, const Linear& layer, int first, int last, int end, Epilogue&& epilogue) {
     int block = first;
     // Four blocks at once hide the latency of few rows' sums; eight rows by two blocks fill the registers.
     if (x.rows <= 4)
-        for (; block + 4 <= last; block += 4) tiles<4>(x, layer, block, last, epilogue);
-    for (; block + 2 <= last; block += 2) tiles<2>(x, layer, block, last, epilogue);
-    for (; block < last; ++block) tiles<1>(x, layer, block, last, epilogue);
+        for (; block + 4 <= last; block += 4) tiles<4>(x, layer, block, end, epilogue);
+    for (; block + 2 <= last; block += 2) tiles<2>(x, layer, block, end, epilogue);
+    for (; block < last; ++block) tiles<1>(x, layer, block, end, epilogue);
 }
 
 }  // namespace paceline

@@ -95,20 +95,21 @@ template <typename Row> void each_row(void* pool, int rows, Row&& row) {
 
 }  // namespace
 
+// Rows of `size` logits are `stride` apart.
 extern "C" {
 
-void paceline_argmax(const float* logits, int rows, int size, int32_t* tokens, void* pool) {
-    each_row(pool, rows, [&](int i) { tokens[i] = argmax_row(logits + size_t(i) * size, size); });
+void paceline_argmax(const float* logits, int rows, int size, int64_t stride, int32_t* tokens, void* pool) {
+    each_row(pool, rows, [&](int i) { tokens[i] = argmax_row(logits + i * stride, size); });
 }
 
 // states[i]: the mixed seed and position of row i, from which its noise is drawn by token id.
-void paceline_gumbel_argmax(const float* logits, int rows, int size, const uint64_t* states, int32_t* tokens,
-                            void* pool) {
-    each_row(pool, rows, [&](int i) { tokens[i] = gumbel_row(logits + size_t(i) * size, size, states[i]); });
+void paceline_gumbel_argmax(const float* logits, int rows, int size, int64_t stride, const uint64_t* states,
+                            int32_t* tokens, void* pool) {
+    each_row(pool, rows, [&](int i) { tokens[i] = gumbel_row(logits + i * stride, size, states[i]); });
 }
 
-void paceline_logsumexp(const float* logits, int rows, int size, float* out, void* pool) {
-    each_row(pool, rows, [&](int i) { out[i] = logsumexp_row(logits + size_t(i) * size, size); });
+void paceline_logsumexp(const float* logits, int rows, int size, int64_t stride, float* out, void* pool) {
+    each_row(pool, rows, [&](int i) { out[i] = logsumexp_row(logits + i * stride, size); });
 }
 
 }  // extern "C"

@@ -2,6 +2,7 @@
 // (a decode step has hundreds of barriers a few microseconds apart) and then yields or sleeps, so that a busy machine
 // is not fought.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <sched.h>
@@ -20,7 +21,7 @@ static inline void spin_pause() {
 
 class ThreadPool {
 public:
-    explicit ThreadPool(int num_threads) : num_threads_(num_threads) {
+    explicit ThreadPool(int num_threads) : num_threads_(num_threads), stretch_cursors_(size_t(num_threads) * NUM_CURSORS) {
         for (int id = 1; id < num_threads; ++id) workers_.emplace_back([this, id] { work(id); });
     }
     ~ThreadPool() {
@@ -61,11 +62,31 @@ public:
         barrier();
     }
 
+    // The same for work that streams through memory: every thread has a stretch of its own, so that what it fetches
+    // ahead is what it will need, and helps itself from the others' stretches when it is through.
+    // body(first, last, end): end is where the stretch ends.
+    template <typename Body> void for_each_in_stretches(int thread, int count, int grain, Body&& body) {
+        const uint64_t phase = phase_.load(std::memory_order_relaxed);
+        const int64_t grains = (count + grain - 1) / grain;
+        for (int turn = 0; turn < num_threads_; ++turn) {
+            const int owner = (thread + turn) % num_threads_;
+            auto& cursor = stretch_cursors_[size_t(owner) * NUM_CURSORS + phase % NUM_CURSORS].next;
+            const int begin = int(grains * owner / num_threads_) * grain;
+            const int end = std::min(int(grains * (owner + 1) / num_threads_) * grain, count);
+            for (int first; (first = begin + cursor.fetch_add(grain, std::memory_order_relaxed)) < end;)
+                body(first, std::min(first + grain, end), end);
+        }
+        barrier();
+    }
+
 private:
-    // The last thread to arrive clears the cursor that the phase after next will use: nobody is there yet.
+    // The last thread to arrive clears the cursors that the phase after next will use: nobody is there yet.
     void advance() {
         const uint64_t next = phase_.load(std::memory_order_relaxed) + 1;
-        cursors_[(next + 1) % NUM_CURSORS].next.store(0, std::memory_order_relaxed);
+        const size_t slot = (next + 1) % NUM_CURSORS;
+        cursors_[slot].next.store(0, std::memory_order_relaxed);
+        for (int owner = 0; owner < num_threads_; ++owner)
+            stretch_cursors_[size_t(owner) * NUM_CURSORS + slot].next.store(0, std::memory_order_relaxed);
         phase_.store(next, std::memory_order_release);
     }
     void work(int id) {
@@ -83,6 +104,7 @@ private:
     static constexpr int NUM_CURSORS = 4;
     struct alignas(64) Cursor { std::atomic<int> next{0}; };
     int num_threads_;
+    std::vector<Cursor> stretch_cursors_;  // [thread][phase]
     std::vector<std::thread> workers_;
     std::function<void(int)> task_;
     std::atomic<bool> stopping_{false};

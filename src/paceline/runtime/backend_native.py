@@ -20,7 +20,9 @@ from paceline.runtime.backend import StepBatch
 
 BLOCK_SIZE = 16
 PHASES = ("norm", "qkv", "rope", "attention", "combine", "output", "gate_up", "quantise", "down", "head")
-_KINDS = {torch.uint8: 0, torch.bfloat16: 1, torch.float32: 2}
+LANES = 16  # outputs per packed block
+_FLOAT_KINDS = {torch.bfloat16: 1, torch.float32: 2}
+_INT8, _INT4 = 0, 3
 _I32, _F32, _PTR = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 
@@ -120,7 +122,7 @@ class NativeBackend:
         a = architecture
         cache_shape = (a.num_layers, num_blocks, a.num_kv_heads, a.head_dim * BLOCK_SIZE)
         self.keys, self.values = _lazy_zeros(cache_shape, kv_dtype), _lazy_zeros(cache_shape, kv_dtype)
-        self._logits = torch.empty((min(max_rows, 64), vocab_size), dtype=torch.float32)
+        self._logits = self._new_logits(min(max_rows, 64))
         self._ropes: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
         layers = (_Layer * a.num_layers)(*(self._layer(i, max_seq_len) for i in range(a.num_layers)))
         config = self._config(kv_dtype)
@@ -134,7 +136,7 @@ class NativeBackend:
         """Run the rows of `batch`; see runtime.backend. The returned tensor is overwritten by the next call."""
         num_logits = len(batch.logit_rows)
         if num_logits > self._logits.shape[0]:
-            self._logits = torch.empty((num_logits, self.vocab_size), dtype=torch.float32)
+            self._logits = self._new_logits(num_logits)
         arrays = (batch.token_ids, batch.positions, batch.sequence_of_row, batch.block_tables, batch.logit_rows)
         arrays = tuple(np.ascontiguousarray(array, dtype=np.int32) for array in arrays)
         step = _Step(
@@ -145,7 +147,11 @@ class NativeBackend:
             self._logits.data_ptr(),
         )
         self._kernels.paceline_decoder_forward(self._handle, ctypes.byref(step))
-        return self._logits[:num_logits]
+        return self._logits[:num_logits, : self.vocab_size]
+
+    def _new_logits(self, num_rows: int) -> torch.Tensor:
+        """Room for logits, every row in whole blocks: the kernels write aligned vectors, the last one past the end."""
+        return torch.empty((num_rows, -(-self.vocab_size // LANES) * LANES), dtype=torch.float32)
 
     def copy_block(self, source: int, destination: int) -> None:
         self.keys[:, destination] = self.keys[:, source]
@@ -162,7 +168,8 @@ class NativeBackend:
         return None if tensor is None else tensor.data_ptr()
 
     def _linear(self, name: str, num_in: int, num_out: int) -> _Linear:
-        kind = _KINDS[self._weights[f"{name}.weight"].dtype]
+        weight = self._weights[f"{name}.weight"]
+        kind = _FLOAT_KINDS.get(weight.dtype, _INT8 if weight.ndim == 4 else _INT4)
         group = self._group if num_in % self._group == 0 else num_in
         pointers = (self._pointer(f"{name}.{part}") for part in ("weight", "scale", "bias"))
         return _Linear(*pointers, kind, num_in, num_out, group)
