@@ -93,3 +93,19 @@ def test_nothing_is_measured_when_not_asked(weights, monkeypatch):
     assert kernels.num_threads == 2 and "not measured" in choice.because
     kernels, [choice] = choose_kernels(weights, "cpu", 1, True, lambda text: None)
     assert kernels.num_threads == 1 and "`build.num_threads`" in choice.because
+
+
+def test_a_step_of_several_sequences_gives_each_its_rows_and_blocks():
+    seen = []
+
+    class Backend:
+        block_size, vocab_size = 16, 100
+
+        def forward(self, batch):
+            seen.append(batch)
+
+    autotune.step_seconds(Backend(), num_rows=6, context=30, num_sequences=2)
+    [batch] = seen
+    assert batch.positions.tolist() == [30, 31, 32] * 2
+    assert batch.sequence_of_row.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.block_tables.tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -144,3 +144,11 @@ def test_sampling_kernels_are_the_reference(compiler, vocab):
     ids = [int(i) for i in np.random.default_rng(0).integers(0, vocab, 9)]
     ids[3] = 1
     assert native.logprobs(logits, ids) == pytest.approx(reference.logprobs(logits, ids), abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [64, 4096, (1 << 18) + 192, 3 << 18])
+def test_read_touches_every_byte_once(size):
+    memory = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    threads = pool(2)
+    got = threads.kernels.paceline_read(memory.ctypes.data, size, threads.handle)
+    assert got == int(np.bitwise_xor.reduce(memory.view(np.uint64)))

@@ -18,6 +18,7 @@ import torch
 from paceline.build.manifest import Choice, Costs, Kernels, Machine
 from paceline.kernels.compile import cpu_features, find_compiler
 from paceline.runtime.backend import Backend, StepBatch
+from paceline.runtime.backend_native import ThreadPool
 from paceline.runtime.backends import ModelWeights, native_reason, open_backend, open_pool
 from paceline.runtime.speedup import CostTable, speedup
 
@@ -47,21 +48,33 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def step_seconds(backend: Backend, num_rows: int, context: int) -> float:
-    """Seconds of one forward pass of one sequence of `num_rows` new tokens after `context` cached ones, with logits
-    for each row of a verification and for the last row of a prefill."""
+def step_seconds(backend: Backend, num_rows: int, context: int, num_sequences: int = 1) -> float:
+    """Seconds of one forward pass of `num_sequences` sequences, each with an equal share of `num_rows` new tokens after
+    `context` cached ones, with logits for each row of a verification and for the last row of a prefill."""
     rows = np.arange(num_rows, dtype=np.int32)
-    num_blocks = -(-(context + num_rows) // backend.block_size)
+    rows_each = num_rows // num_sequences
+    num_blocks = -(-(context + rows_each) // backend.block_size)
     batch = StepBatch(
         token_ids=(rows * 37) % backend.vocab_size,
-        positions=rows + context,
-        sequence_of_row=np.zeros(num_rows, np.int32),
-        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+        positions=rows % rows_each + context,
+        sequence_of_row=rows // rows_each,
+        block_tables=np.arange(num_sequences * num_blocks, dtype=np.int32).reshape(num_sequences, num_blocks),
         logit_rows=rows if num_rows <= ROWS[-1] else rows[-1:],
     )
     start = time.perf_counter()
     backend.forward(batch)
     return time.perf_counter() - start
+
+
+def read_bytes_per_second(pool: ThreadPool, num_bytes: int = 512 << 20) -> float:
+    """What the memory gives to these threads: a read of far more than the caches hold, the best of a few."""
+    memory = torch.ones(num_bytes, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        pool.kernels.paceline_read(memory.data_ptr(), num_bytes, pool.handle)
+        best = min(best, time.perf_counter() - start)
+    return num_bytes / best
 
 
 def choose_kernels(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.errors import BuildError
 
-SOURCES = ("decoder.cpp", "sampling.cpp")
+SOURCES = ("decoder.cpp", "sampling.cpp", "bandwidth.cpp")
 HEADERS = ("vector.h", "threads.h", "linear.h", "attention.h")
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
 
@@ -114,6 +114,7 @@ def load_kernels(library: Path) -> ctypes.CDLL:
         "paceline_argmax": ([*rows, pointer, pointer], None),
         "paceline_gumbel_argmax": ([*rows, pointer, pointer, pointer], None),
         "paceline_logsumexp": ([*rows, pointer, pointer], None),
+        "paceline_read": ([pointer, ctypes.c_size_t, pointer], ctypes.c_uint64),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(kernels, name)
