@@ -18,6 +18,8 @@ from paceline.errors import RequestError
 from paceline.runtime.backend import Backend
 from paceline.runtime.controller import Controller
 from paceline.runtime.drafting.drafter import Draft, Drafter
+from paceline.runtime.drafting.grammar import forced_draft, permitted_draft
+from paceline.runtime.grammar import Grammars
 from paceline.runtime.kv_cache import KVCache
 from paceline.runtime.limits import Admission, EngineLimits
 from paceline.runtime.metrics import Metrics
@@ -75,6 +77,7 @@ class Engine:
             guaranteed_no_evict=limits.scheduler_policy == "guaranteed_no_evict",
             on_preempt=self._preempted,
         )
+        self.grammars = Grammars(tokenizer, backend.vocab_size, self._eos_token_ids)
         self._streams: dict[str, dict[Sequence, OutputStream]] = {}  # by request id: its unfinished choices
         self._siblings: dict[str, list[Sequence]] = {}  # by request id: choices that wait for the first one's prompt
 
@@ -102,6 +105,9 @@ class Engine:
             )
         request = self._admission.resolve(request)
         first, *others = [Sequence(request, index) for index in range(request.sampling.n)]
+        if request.sampling.grammar is not None:
+            for sequence in (first, *others):
+                sequence.grammar = self.grammars.matcher(request.sampling.grammar)
         self._streams[request.request_id] = {
             sequence: OutputStream(sequence, self._tokenizer, self._eos_token_ids) for sequence in (first, *others)
         }
@@ -168,22 +174,31 @@ class Engine:
         self._kv_cache.check(sequence.block_table for sequence in self._scheduler.running)
 
     def _draft(self, decoding: SequenceOf[Sequence], draft_rows: int) -> list[Draft]:
-        """A draft, mostly empty ones, for each of `decoding`; none before the first token of a sequence."""
+        """A draft, mostly empty ones, for each of `decoding`; none before the first token of a sequence.
+
+        Tokens that a grammar forces are a draft too, as long as there are rows for them: certain to be accepted, they
+        are bound by no `num_draft_tokens`, unless a request sets that to 0."""
         drafts = [_NO_DRAFT] * len(decoding)
-        speculating = [i for i, s in enumerate(decoding) if s.num_output_tokens > 0 and self._method(s) is not None]
+        speculating = [i for i, s in enumerate(decoding) if s.num_output_tokens > 0 and self._speculates(s)]
         if not speculating or draft_rows <= 0:
             return drafts
         limits = self._controller.limits([decoding[i] for i in speculating], draft_rows)
+        share = draft_rows // len(speculating)
         by_method: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for index, limit in zip(speculating, limits, strict=True):
             sequence = decoding[index]
-            limit = min(limit, sequence.sampling.max_tokens - sequence.num_output_tokens - 1)
-            if limit > 0:
-                by_method[self._method(sequence)].append((index, limit))
+            room = sequence.sampling.max_tokens - sequence.num_output_tokens - 1
+            limit = min(limit, room)
+            drafts[index] = forced_draft(sequence, min(max(limit, share), room))
+            method = self._method(sequence)
+            if method is not None and limit > len(drafts[index]):
+                by_method[method].append((index, limit))
         for method, members in by_method.items():
             sequences, limits = [decoding[index] for index, _ in members], [limit for _, limit in members]
             for (index, _), draft in zip(members, self._drafters[method].propose(sequences, limits), strict=True):
-                drafts[index] = draft
+                draft = permitted_draft(decoding[index], draft)
+                if draft.probabilities is not None or len(draft) >= len(drafts[index]):
+                    drafts[index] = draft
         return drafts
 
     def _commit(
@@ -218,7 +233,9 @@ class Engine:
         self.metrics.record_tokens(sequence, len(output.token_ids), time.perf_counter())
         if len(draft):
             self.metrics.record_draft(sequence, len(draft), min(verdict.num_accepted, len(output.token_ids)))
-            self._drafters[self._method(sequence)].observe(sequence, draft, verdict)
+            method = self._method(sequence)
+            if method is not None:
+                self._drafters[method].observe(sequence, draft, verdict)
         if is_first and sequence.index == 0:
             for sibling in self._siblings.pop(sequence.request.request_id, []):
                 self._scheduler.add_fork(sequence, sibling)
@@ -249,6 +266,12 @@ class Engine:
         metrics.num_requests_running = self.num_running
         metrics.num_requests_waiting = self.num_waiting
         metrics.kv_cache_usage_perc = 1.0 - cache.num_available_blocks / cache.num_blocks
+
+    def _speculates(self, sequence: Sequence) -> bool:
+        speculation = sequence.request.speculation
+        if not speculation.enabled or speculation.num_draft_tokens == 0:
+            return False
+        return sequence.grammar is not None or self._method(sequence) is not None
 
     def _method(self, sequence: Sequence) -> str | None:
         """The speculation method of a sequence, None if it runs without."""

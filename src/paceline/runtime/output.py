@@ -35,7 +35,7 @@ class SequenceOutput:
     index: int
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)  # of each token: the text it completed; at the end, what was held
-    origins: list[str] = field(default_factory=list)  # of each token: "target" | "draft" | "suffix"
+    origins: list[str] = field(default_factory=list)  # of each token: "target" | "draft" | "suffix" | "forced"
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
@@ -70,8 +70,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: SequenceOf[int], num_top: in
 
 
 class OutputStream:
-    """Appends tokens to a sequence and tells its client. Ends it at an end token, a stop string, or `max_tokens`
-    (which the engine has filled in); "stop" wins where both happen at once.
+    """Appends tokens to a sequence and tells its client. Ends it at an end token, a stop string, where its grammar
+    is complete, or at `max_tokens` (which the engine has filled in); "stop" wins where both happen at once. An output
+    whose grammar has failed is cut, as by `max_tokens`.
 
     The token that ends a sequence belongs to `token_ids`, but has no text: end-of-sequence never, a stop token only
     with `include_stop_str_in_output`.
@@ -113,9 +114,14 @@ class OutputStream:
             return self._stop_strings.flush() + (self._detokenizer.push(token_id) if shown else "") + self._flush()
         text = self._detokenizer.push(token_id)
         text, stopped = self._stop_strings.push(text, may_stop=num_output >= sampling.min_tokens)
+        grammar = sequence.grammar
+        follows = grammar is None or grammar.consume(token_id)
         if stopped:
             sequence.finish_reason = FinishReason.STOP
-        elif num_output >= sampling.max_tokens:
+        elif grammar is not None and grammar.complete:
+            sequence.finish_reason = FinishReason.STOP
+            text += self._flush()
+        elif num_output >= sampling.max_tokens or not follows:
             sequence.finish_reason = FinishReason.LENGTH
             text += self._flush()
         return text

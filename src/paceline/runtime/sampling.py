@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from paceline.errors import RequestError
+from paceline.runtime.grammar import GrammarMatcher, GrammarSpec
 
 if TYPE_CHECKING:
     from paceline.runtime.sequence import Sequence
@@ -55,7 +56,8 @@ class SamplingParams:
     """How to choose tokens and when to stop, with the names and meanings of the OpenAI and vLLM APIs.
 
     Out-of-range or mistyped values raise RequestError naming the field. `top_k` 0 or -1 is off. `logprobs` counts the
-    alternatives returned besides the chosen token; None returns none at all.
+    alternatives returned besides the chosen token; None returns none at all. With a `grammar` the output ends where the
+    grammar is complete, which leaves `min_tokens` and `ignore_eos` no meaning: both are refused.
     """
 
     temperature: float = 1.0
@@ -75,6 +77,7 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         for name, (kind, low, high, low_allowed) in _BOUNDS.items():
@@ -98,6 +101,15 @@ class SamplingParams:
                 "lower `min_tokens` or raise `max_tokens`",
                 field="min_tokens",
             )
+        if self.grammar is not None:
+            for name in ("min_tokens", "ignore_eos"):
+                if getattr(self, name):
+                    raise RequestError(
+                        f"`{name}` cannot be combined with `{self.grammar.field}`: the grammar says where the output "
+                        "ends.",
+                        f"leave out `{name}`, or let the grammar ask for more text",
+                        field=name,
+                    )
 
     @property
     def mode(self) -> Literal["greedy", "coupled", "rejection"]:
@@ -258,7 +270,8 @@ def shape_logits(
 
     In this order: repetition penalty (over prompt, output and draft prefix, as transformers and vLLM), frequency and
     presence penalties (over output and draft prefix, as OpenAI), logit bias, `min_tokens` (EOS and stop ids become
-    -inf), temperature, top-k, top-p, min-p. Greedy requests skip the last four: they cannot change the argmax.
+    -inf), grammar (what it refuses becomes -inf), temperature, top-k, top-p, min-p. Greedy requests skip the last
+    four: they cannot change the argmax.
     Tokens as likely as the last one kept are kept too, so the result does not depend on a sorting order. Ids outside
     the vocabulary of `logits` (a draft model's may be smaller) are skipped.
 
@@ -279,6 +292,8 @@ def shape_logits(
         shaped = shaped.clone() if shaped is logits else shaped
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
         shaped[: sampling.min_tokens - first_index, [i for i in ends if i < logits.shape[1]]] = -math.inf
+    if sequence.grammar is not None:
+        shaped = _keep_allowed(shaped, sequence.grammar, draft_token_ids)
     if sampling.mode == "greedy":
         return shaped
     if sampling.temperature != 1.0:
@@ -313,6 +328,19 @@ def _penalize(logits: torch.Tensor, sequence: Sequence, draft_token_ids: Sequenc
     seen = torch.where(torch.from_numpy(in_prompt | (counts > 0)).to(device), repeated, seen)
     penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
     logits[:, where] = seen - torch.from_numpy(penalties.astype(np.float32)).to(device)
+
+
+def _keep_allowed(
+    logits: torch.Tensor, grammar: GrammarMatcher, draft_token_ids: SequenceOf[int]
+) -> torch.Tensor:
+    """A copy of `logits` with all that the grammar refuses at -inf; only what it allows is read."""
+    rows = logits.cpu().numpy()
+    kept = np.full_like(rows, -math.inf)
+    first_row = len(draft_token_ids) + 1 - len(rows)
+    for index, (row, kept_row) in enumerate(zip(rows, kept, strict=True)):
+        allowed = grammar.allowed(draft_token_ids[: first_row + index], len(row))
+        np.copyto(kept_row, row, where=True if allowed is None else allowed)
+    return torch.from_numpy(kept).to(logits.device)
 
 
 def _keep_likely(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

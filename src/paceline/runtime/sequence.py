@@ -6,6 +6,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from paceline.runtime.grammar import GrammarMatcher
 from paceline.runtime.sampling import SamplingParams
 
 
@@ -68,7 +69,8 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
-        self.origins: list[str] = []  # per output token: "target" | "draft" | "suffix"
+        self.origins: list[str] = []  # per output token: "target" | "draft" | "suffix" | "forced"
+        self.grammar: GrammarMatcher | None = None  # of `sampling.grammar`, past the output tokens
         self.finish_reason: FinishReason | None = None
         self.stats = SequenceStats()
 

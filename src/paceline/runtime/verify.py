@@ -147,8 +147,8 @@ class Verifier:
         plain_greedy: list[int] = []
         for index, (sequence, draft, offset) in enumerate(zip(sequences, drafts, offsets, strict=True)):
             raw = logits[offset : offset + len(draft) + 1]
-            if sequence.sampling.mode != "greedy":
-                verdicts[index] = self._verify_sampled(sequence, draft, raw)
+            if sequence.sampling.mode != "greedy" or sequence.grammar is not None:
+                verdicts[index] = self._verify_row_by_row(sequence, draft, raw)
                 continue
             shaped = shape_logits(raw, sequence, draft.token_ids, self._eos_token_ids)
             if shaped is raw:
@@ -159,7 +159,9 @@ class Verifier:
             self._verify_plain_greedy(plain_greedy, drafts, logits, offsets, verdicts)
         return verdicts
 
-    def _verify_sampled(self, sequence: Sequence, draft: Draft, logits: torch.Tensor) -> Verdict:
+    def _verify_row_by_row(self, sequence: Sequence, draft: Draft, logits: torch.Tensor) -> Verdict:
+        """Shapes no row after the first difference: for where shaping a row costs much."""
+
         def shaped(index: int) -> torch.Tensor:
             row = logits[index : index + 1]
             return shape_logits(row, sequence, draft.token_ids[:index], self._eos_token_ids)
@@ -167,6 +169,8 @@ class Verifier:
         if sequence.sampling.mode == "rejection":
             uniforms = self._generator.random(len(draft) + 1).tolist()
             return verify_rejection(draft, OnDemand(lambda i: torch.softmax(shaped(i), dim=1)[0]), uniforms)
+        if sequence.sampling.mode == "greedy":
+            return verify_match(draft.token_ids, OnDemand(lambda i: self._kernels.argmax(shaped(i))[0]))
         seed, first = sequence.sampling.seed, sequence.num_output_tokens
         choices = OnDemand(lambda i: self._kernels.gumbel_argmax(shaped(i), seed, [first + i])[0])
         return verify_match(draft.token_ids, choices)
