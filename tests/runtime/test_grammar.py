@@ -35,6 +35,11 @@ SPECS = {
 }
 
 
+TOO_WIDE = json.dumps(
+    {"anyOf": [{"type": "object", "properties": {f"k{i}_{j}": {} for j in range(40)}} for i in range(40)]}
+)
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(TOKENIZER, VOCAB_SIZE, [EOS])
@@ -99,6 +104,7 @@ class TestMatcher:
         GrammarSpec("json_schema", '{"$ref": "http://example.com/a"}', "guided_json"),
         GrammarSpec("json_schema", '{"items":' * 1000 + "{}" + "}" * 1000, "guided_json"),
         GrammarSpec("json_schema", "false", "guided_json"),
+        GrammarSpec("json_schema", TOO_WIDE, "guided_json"),
         GrammarSpec("grammar", "start: missing", "guided_grammar"),
         GrammarSpec("grammar", "root ::= (", "guided_grammar"),
         GrammarSpec("choice", '[""]', "guided_choice"),
@@ -209,6 +215,17 @@ def test_a_preempted_sequence_keeps_its_place():
     engine = make_engine(backend, max_seq_len=70, scheduler_policy="max_utilization")
     assert seen(run(engine, sampling)) == seen(plenty)
     assert engine.metrics.num_preemptions > 0
+
+
+def test_a_grammar_that_outgrows_its_limits_cuts_the_output():
+    spec = GrammarSpec("grammar", f"start: /[xy]{{5}}/ wide\nwide: %json {TOO_WIDE}")
+    for speculation in (ON, OFF):
+        engine = make_engine(max_seq_len=1000)
+        sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=900, grammar=spec)
+        [output] = engine.generate([Request("r", (65,), sampling, speculation)])
+        assert output.finish_reason is FinishReason.LENGTH
+        assert 5 < len(output.token_ids) < 20
+        engine.check()
 
 
 def test_a_refused_grammar_leaves_the_engine_as_it_was():
