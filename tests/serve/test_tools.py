@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fake_engine import EOS, TOKENIZER, VOCAB_SIZE, make_engine
+from fake_engine import EOS, TOKENIZER, VOCAB_SIZE, byte_tokenizer, make_engine
 from paceline.errors import RequestError
 from paceline.runtime.grammar import Grammars
 from paceline.runtime.sampling import SamplingParams
@@ -15,6 +15,7 @@ from paceline.serve.tools import (
     ToolCallParser,
     format_of,
     grammar_from_tools,
+    has_tag_tokens,
     template_messages,
     template_tools,
 )
@@ -96,6 +97,20 @@ def test_grammar_of_calls_that_must_come(choice, parallel, tool_format, accepted
     matcher = Grammars(TOKENIZER, VOCAB_SIZE, [EOS]).matcher(spec)
     assert matcher.permitted(list(accepted.encode())) == len(accepted)
     assert matcher.permitted(list(refused.encode())) < len(refused)
+
+
+def test_tags_that_are_tokens():
+    """As in Qwen's tokenizer: the grammar asks for the token, not for its characters."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    assert has_tag_tokens(tokenizer)
+    assert not has_tag_tokens(TOKENIZER)
+    spec = grammar_from_tools([CLOCK], "required", True, "hermes", tags_are_tokens=True)
+    matcher = Grammars(tokenizer, tokenizer.get_vocab_size(), [EOS]).matcher(spec)
+    call = tokenizer.encode('<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>').ids
+    assert {call[0], call[-1]} == {257, 258}
+    assert matcher.forced()[0] == 257
+    assert matcher.permitted(call) == len(call)
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])

@@ -12,6 +12,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import tokenizers
+
 from paceline.errors import RequestError
 from paceline.runtime.grammar import GrammarSpec
 from paceline.serve.reasoning import held_back
@@ -80,9 +82,11 @@ def grammar_from_tools(
     tool_choice: Any,
     parallel_tool_calls: bool,
     tool_format: ToolFormat,
+    tags_are_tokens: bool = False,
 ) -> GrammarSpec | None:
     """The grammar of an output that must be calls (`tool_choice` "required", or one by name), with arguments by each
     tool's schema. None where the model is free ("auto", "none", no tools); with "auto" its calls are read as they are.
+    `tags_are_tokens`: the tokenizer has `<tool_call>` and `</tool_call>` as tokens of their own (`has_tag_tokens`).
 
     Raises RequestError naming `tools` or `tool_choice` for what is not there.
     """
@@ -106,13 +110,22 @@ def grammar_from_tools(
             "correct `tool_choice` or leave it out",
             "tool_choice",
         )
-    return GrammarSpec("grammar", _lark(functions, at_most_one, tool_format), "tools")
+    return GrammarSpec("grammar", _lark(functions, at_most_one, tool_format, tags_are_tokens), "tools")
 
 
-def _lark(functions: SequenceOf[Mapping[str, Any]], at_most_one: bool, tool_format: ToolFormat) -> str:
+def has_tag_tokens(tokenizer: tokenizers.Tokenizer) -> bool:
+    return all(tokenizer.token_to_id(tag) is not None for tag in (_OPEN, _CLOSE))
+
+
+def _lark(
+    functions: SequenceOf[Mapping[str, Any]], at_most_one: bool, tool_format: ToolFormat, tags_are_tokens: bool
+) -> str:
     options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     key = "arguments" if tool_format == "hermes" else "parameters"
-    before, after = (f"{_OPEN}\n", f"\n{_CLOSE}") if tool_format == "hermes" else ("", "")
+    opening, closing, blank = "", "", ""
+    if tool_format == "hermes":  # llguidance spells a token without quotes; quoted, it would refuse the token
+        opening, closing = (_OPEN, _CLOSE) if tags_are_tokens else (json.dumps(_OPEN), json.dumps(_CLOSE))
+        blank = "\n"
     separator = "\n" if tool_format == "hermes" else "; "
     lines = [
         "start: call" if at_most_one else f"start: call ({json.dumps(separator)} call)*",
@@ -120,9 +133,9 @@ def _lark(functions: SequenceOf[Mapping[str, Any]], at_most_one: bool, tool_form
     ]
     for index, function in enumerate(functions):
         schema = {**(function.get("parameters") or _ANY_OBJECT), "x-guidance": options}
-        head = f'{before}{{"name": {json.dumps(function["name"])}, "{key}": '
+        head = f'{blank}{{"name": {json.dumps(function["name"])}, "{key}": '
         lines += [
-            f"call_{index}: {json.dumps(head)} arguments_{index} {json.dumps('}' + after)}",
+            f"call_{index}: {opening} {json.dumps(head)} arguments_{index} {json.dumps('}' + blank)} {closing}",
             f"arguments_{index}: %json {json.dumps(schema)}",
         ]
     return "\n".join(lines)
