@@ -75,7 +75,25 @@ class RequestError(PacelineError):
 
 
 class CapacityError(PacelineError):
-    """The request is valid but does not fit into what this engine was built for."""
+    """The request is valid but does not fit into what this engine was built for: trying again will not help."""
 
     exit_code = 7
+    http_status = 400
+
+
+class QueueFullError(CapacityError):
+    """The server has as many requests as it takes: trying again later may help."""
+
     http_status = 429
+
+
+class RequestTimeoutError(PacelineError):
+    """A request took longer than the server allows."""
+
+    http_status = 504
+
+
+class EngineDeadError(PacelineError):
+    """The engine has stopped, for the reason given, and serves nobody any more."""
+
+    http_status = 503

@@ -85,6 +85,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._streams)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether any choice of a submitted request has not finished."""
+        return request_id in self._streams
+
     @property
     def num_running(self) -> int:
         """Sequences that take part in steps."""
