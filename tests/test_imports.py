@@ -23,7 +23,8 @@ ALLOWED = {
     "assemble": {"build", "config", "runtime"},
     "serve": {"runtime"},
     "generate": {"assemble", "build", "runtime", "serve"},
-    "cli": {"assemble", "build", "config", "generate", "version"},
+    "serving": {"assemble", "build", "runtime", "serve"},
+    "cli": {"assemble", "build", "config", "generate", "serve", "serving", "version"},
 }
 # Later parts of the design, checked once they exist.
 ALLOWED |= {

@@ -30,7 +30,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="The open engine builder for speculative decoding.\n\nOne config file in: `paceline check` explains it, "
-    "`paceline build` makes an engine of it, `paceline generate` completes prompts with it.",
+    "`paceline build` makes an engine of it, `paceline generate` completes prompts with it, `paceline serve` answers "
+    "OpenAI clients.",
     epilog="Start with `paceline build preset:smollm2-135m -o engines/demo`, then `paceline generate engines/demo "
     "--prompt 'def fib(n):' --compare`.",
 )
@@ -200,15 +201,7 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Build an engine folder from a config. Interrupted builds resume; a second build of the same config is instant."""
-    from paceline.build.builder import build_engine
-    from paceline.build.resolve import Listener
-    from paceline.config import load_config
-
-    loaded = load_config(config, set_)
-    for note in loaded.notes:
-        _say(f"{'warning' if note.is_warning else 'note'}: {note}")
-    with BuildProgress() as progress:
-        manifest = build_engine(loaded.config, output, Listener(progress.stage, _say), retune)
+    manifest = _build(config, output, set_, retune)
     if as_json:
         _print_json({"engine": str(output), "manifest": manifest.model_dump(mode="json")})
         return
@@ -223,6 +216,64 @@ def build(
     if talk.is_terminal:
         command = shlex.join(["paceline", "generate", str(output), "--prompt", "def fib(n):", "--compare"])
         talk.print(f"try it: {command}", style="dim", markup=False)
+
+
+def _build(config: str, output: Path, set_: list[str], retune: bool) -> Any:
+    from paceline.build.builder import build_engine
+    from paceline.build.resolve import Listener
+    from paceline.config import load_config
+
+    loaded = load_config(config, set_)
+    for note in loaded.notes:
+        _say(f"{'warning' if note.is_warning else 'note'}: {note}")
+    with BuildProgress() as progress:
+        return build_engine(loaded.config, output, Listener(progress.stage, _say), retune)
+
+
+@app.command()
+def serve(
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="An engine folder, or a config (file or `preset:NAME`), built first.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FOLDER", help="Where a config's engine goes; unset is engines/NAME."),
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    host: Annotated[str, typer.Option(help="Address to listen on; `0.0.0.0` lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of API keys, one per line; `PACELINE_API_KEY` adds one. With none, all may ask."),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; more are answered 429 with Retry-After.")
+    ] = 256,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take.")] = 600.0,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that running requests have after SIGTERM or Ctrl-C.")] = 30,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest body, in megabytes.")] = 32,
+    cors_origin: Annotated[
+        list[str], typer.Option(help="A web origin that may ask from a browser; may be given again.")
+    ] = [],  # noqa: B006
+    access_log: Annotated[bool, typer.Option("--access-log", help="A JSON line per request on stdout.")] = False,
+    page: Annotated[bool, typer.Option(help="Serve the chat page at /.")] = True,
+) -> None:
+    """Serve an engine as an OpenAI-compatible endpoint: /v1/chat/completions, /v1/completions, /metrics and more."""
+    from paceline.serve.access import ServeOptions
+    from paceline.serving import Address, read_api_keys
+    from paceline.serving import serve as run
+
+    folder = Path(engine)
+    if not folder.is_dir():
+        folder = output or Path("engines") / Path(engine.removeprefix("preset:")).stem
+        _build(engine, folder, set_, retune=False)
+    elif set_ or output:
+        _say("note: `--set` and `--output` are for configs: this is an engine already, and they are not used.")
+    options = ServeOptions(
+        api_keys=read_api_keys(api_key_file), cors_origins=tuple(cors_origin), max_body_bytes=max_body_mb << 20,
+        request_timeout_seconds=request_timeout, access_log=access_log, page=page,
+    )  # fmt: skip
+    run(folder, Address(host, port), options, max_queue=max_queue, drain_seconds=drain, say=_say)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from paceline.errors import ConfigError
 
 PRESET_PREFIX = "preset:"
 ENVIRONMENT_PREFIX = "PACELINE_"
+NOT_OPTIONS = ("PACELINE_API_KEY",)  # read by the server: a secret is no option of an engine
 
 OriginKind = Literal["default", "preset", "file", "environment", "command line"]
 Location = tuple[str, ...]
@@ -198,7 +199,7 @@ def _environment_layer(environ: Mapping[str, str], problems: list[Problem]) -> _
     """`PACELINE_BUILD__MAX_BATCH_SIZE=8`. A variable set to nothing counts as unset, as shells have it."""
     layer = _Layer({}, replaces=False)
     for variable in sorted(environ):
-        if variable.startswith(ENVIRONMENT_PREFIX) and environ[variable] != "":
+        if variable.startswith(ENVIRONMENT_PREFIX) and environ[variable] != "" and variable not in NOT_OPTIONS:
             path = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _override(layer, path, environ[variable], Origin("environment", variable), problems)
     return layer

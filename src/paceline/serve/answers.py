@@ -1,5 +1,7 @@
-"""From the engine's outputs to the bodies of answers, whole or in chunks. Knows how OpenAI spells them and our additions
-(`usage.speculation`, `token_details`); knows no HTTP."""
+"""From the engine's outputs to the bodies of answers, whole or in chunks.
+
+Knows how OpenAI spells them and our additions (`usage.speculation`, `token_details`); knows no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,14 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(request.prompt_token_ids) for request in self._job.requests)
+        cached = max((stats.num_cached_tokens for stats in self._stats.values()), default=0)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": max((s.num_cached_tokens for s in self._stats.values()), default=0)},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "speculation": speculation_report(self._stats.values(), self._num_tokens, self._method()),
-        }  # fmt: skip
+        }
 
     def _method(self) -> str | None:
         speculation = self._job.requests[0].speculation
@@ -142,7 +145,8 @@ class ChatAnswer(Answer):
 
     def _empty(self, index: int) -> dict[str, Any]:
         sampling = self._job.requests[0].sampling
-        logprobs = {"content": [], "refusal": None} if sampling.logprobs is not None and not self._token_details else None
+        wanted = sampling.logprobs is not None and not self._token_details
+        logprobs = {"content": [], "refusal": None} if wanted else None
         message = {"role": "assistant", "content": "", "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": None}
 

@@ -18,7 +18,14 @@ from paceline.serve.chat import render_chat
 from paceline.serve.openai_types import ChatCompletionRequest, CompletionRequest, Generation
 from paceline.serve.reasoning import ReasoningSplitter, starts_in_thought
 from paceline.serve.structured import grammar_from_request
-from paceline.serve.tools import ToolCallParser, format_of, grammar_from_tools, template_messages, template_tools
+from paceline.serve.tools import (
+    ToolCallParser,
+    format_of,
+    grammar_from_tools,
+    has_tag_tokens,
+    template_messages,
+    template_tools,
+)
 
 MAX_PROMPTS = 1024  # of one request
 # What fill-in-the-middle prompts are made of, by family: before, after, and where the middle begins.
@@ -78,7 +85,9 @@ def chat_job(body: ChatCompletionRequest, model: ServedModel) -> Job:
     tool_format = format_of(model.chat_template)
     grammars = [
         grammar_from_request(given),
-        grammar_from_tools(tools, tool_choice, body.parallel_tool_calls is not False, tool_format),
+        grammar_from_tools(
+            tools, tool_choice, body.parallel_tool_calls is not False, tool_format, has_tag_tokens(model.tokenizer)
+        ),
     ]
     if all(grammars):
         raise RequestError(

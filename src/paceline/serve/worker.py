@@ -61,12 +61,10 @@ class EngineWorker:
     `failure` is the exception that ended the thread, None while it lives. `on_failure` is called once, from the thread.
     """
 
-    def __init__(
-        self, engine: Engine, max_running: int, max_queue: int, on_failure: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, engine: Engine, max_running: int, max_queue: int):
         self._engine = engine
         self._limit = max_running + max_queue
-        self._on_failure = on_failure
+        self.on_failure: Callable[[], None] = lambda: None
         self._commands: queue.SimpleQueue[tuple[Callable[[Engine], Any], Future] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by request id; changed on the engine's thread only
         self._num_unfinished = 0  # requests accepted and not let go of; changed on the event loop only
@@ -77,7 +75,7 @@ class EngineWorker:
         self._thread.start()
 
     async def submit(self, requests: SequenceOf[Request]) -> Stream:
-        """Queue requests, all or none. Raises QueueFullError, EngineDeadError, and what the engine refuses them with."""
+        """Queue requests, all or none. Raises QueueFullError, EngineDeadError, or what the engine refuses them with."""
         if self._num_unfinished + len(requests) > self._limit:
             raise QueueFullError(
                 f"{self._num_unfinished} requests are being served or queued, and the limit is {self._limit}",
@@ -127,7 +125,7 @@ class EngineWorker:
             self.failure = error
             for stream in set(self._streams.values()):
                 stream.deliver(_dead(error))
-            self._on_failure()
+            self.on_failure()
         self._refuse_the_rest()
 
     def _obey(self) -> bool:

@@ -1,0 +1,310 @@
+"""The HTTP routes. Knows paths, status codes and how an answer travels; what is asked and answered is read and spelt
+elsewhere (`requests.py`, `answers.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from paceline.errors import PacelineError, RequestError, RequestTimeoutError
+from paceline.runtime.engine import Engine
+from paceline.serve.access import Access, ServeOptions
+from paceline.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from paceline.serve.openai_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.serve.prometheus import CONTENT_TYPE, exposition
+from paceline.serve.requests import Job, ServedModel, chat_job, completion_job
+from paceline.serve.worker import EngineWorker, Stream
+
+PAGE = Path(__file__).parent / "page"
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class AsciiJSONResponse(JSONResponse):
+    """JSON that any text survives, lone surrogates included."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+class _EventResponse(StreamingResponse):
+    """Server-sent events. The stream is closed whatever happens, even if the client left before the first event."""
+
+    def __init__(self, served: _Served, include_usage: bool, headers: dict[str, str]):
+        super().__init__(_events(served, include_usage), media_type="text/event-stream", headers=headers)
+        self._stream = served.stream
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close()
+
+
+@dataclass(frozen=True)
+class _Served:
+    """One body on its way: the job, its stream and what to make of it."""
+
+    job: Job
+    stream: Stream
+    answer: Answer
+    deadline: float | None
+
+
+def create_app(model: ServedModel, worker: EngineWorker, options: ServeOptions) -> FastAPI:
+    """The API over an engine that runs in `worker`. The app owns neither: closing them is the caller's."""
+    app = FastAPI(title="Paceline", summary="OpenAI-compatible completions with speculative decoding.",
+                  docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse)  # fmt: skip
+    for kind in (PacelineError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(Exception, _on_surprise)
+    _add_information(app, model, worker)
+    _add_generation(app, model, worker, options)
+    if options.page and (PAGE / "index.html").is_file():
+        _add_page(app)
+    if options.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["GET", "POST"],
+                           allow_headers=["*"], expose_headers=["x-paceline-speculation", "x-request-id"])  # fmt: skip
+    app.add_middleware(Access, options=options, respond=_error_response)
+    return app
+
+
+def _add_information(app: FastAPI, model: ServedModel, worker: EngineWorker) -> None:
+    created = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        entry = {"id": model.name, "object": "model", "created": created, "owned_by": "paceline"}
+        return {"object": "list", "data": [entry | {"max_model_len": model.max_seq_len}]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Any:
+        if name != model.name:
+            raise HTTPException(404, f"the model {name[:100]!r} is not served here; `{model.name}` is")
+        return {"id": model.name, "object": "model", "created": created, "owned_by": "paceline"}
+
+    @app.get("/health")
+    async def health() -> Any:
+        """The process answers. Whether it can serve is `/ready`."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Any:
+        if worker.failure is not None:
+            raise HTTPException(503, f"the engine has stopped: {type(worker.failure).__name__}: {worker.failure}")
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        families = await worker.call(lambda engine: copy.deepcopy(list(engine.metrics.families())))
+        return Response(exposition(families), media_type=CONTENT_TYPE)
+
+    @app.get("/stats")
+    async def stats() -> Any:
+        """What the page shows: the state now, and the recent past."""
+        return await worker.call(lambda engine: _statistics(engine, worker, model))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Any:
+        ids = model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.max_seq_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Any:
+        return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _add_generation(app: FastAPI, model: ServedModel, worker: EngineWorker, options: ServeOptions) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatCompletionRequest, request: Request) -> Response:
+        job = chat_job(body, model)
+        return await serve(job, ChatAnswer(job, model, body.return_token_details), body, request)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        job = completion_job(body, model)
+        return await serve(job, CompletionAnswer(job, model, body.return_token_details), body, request)
+
+    async def serve(job: Job, answer: Answer, body: Any, request: Request) -> Response:
+        await _compile_grammar(worker, job)
+        stream = await worker.submit(job.requests)
+        seconds = options.request_timeout_seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
+        served = _Served(job, stream, answer, deadline)
+        headers = {"x-request-id": answer.head["id"]}
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
+            return _EventResponse(served, usage, headers)
+        await _whole(served, request)
+        whole = answer.body()
+        headers["x-paceline-speculation"] = json.dumps(whole["usage"]["speculation"], separators=(",", ":"))
+        return AsciiJSONResponse(whole, headers=headers)
+
+
+def _add_page(app: FastAPI) -> None:
+    headers = {"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"}
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return Response((PAGE / "index.html").read_bytes(), media_type="text/html", headers=headers)
+
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+
+
+async def _compile_grammar(worker: EngineWorker, job: Job) -> None:
+    """In a thread of its own, so that nobody's tokens wait for it; submitting then finds it compiled."""
+    spec = job.requests[0].sampling.grammar
+    if spec is not None:
+        grammars = await worker.call(lambda engine: engine.grammars)
+        await asyncio.to_thread(grammars.matcher, spec)
+
+
+async def _outputs(served: _Served) -> AsyncIterator[dict[str, Any]]:
+    """A chunk per output. Whatever ends the iteration, the requests are over then."""
+    outputs = aiter(served.stream)
+    try:
+        while True:
+            try:
+                left = None if served.deadline is None else max(0.0, served.deadline - time.monotonic())
+                output = await asyncio.wait_for(anext(outputs), left)
+            except StopAsyncIteration:
+                return
+            except asyncio.TimeoutError as error:
+                raise RequestTimeoutError(
+                    "the request took longer than this server allows",
+                    hint="ask for fewer tokens, or start the server with a larger `--request-timeout`.",
+                ) from error
+            yield served.answer.add(output)
+    finally:
+        served.stream.close()
+
+
+async def _whole(served: _Served, request: Request) -> None:
+    """Wait for the end, or for the client to leave."""
+
+    async def consume() -> None:
+        async for _ in _outputs(served):
+            pass
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work, leave = asyncio.create_task(consume()), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((work, leave), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise HTTPException(499, "the client closed the connection")
+        await work
+    finally:
+        for task in (work, leave):
+            task.cancel()
+        await asyncio.gather(work, leave, return_exceptions=True)
+        served.stream.close()
+
+
+async def _events(served: _Served, include_usage: bool) -> AsyncIterator[str]:
+    try:
+        async for chunk in _outputs(served):
+            yield _event(chunk | ({"usage": None} if include_usage else {}))
+        if include_usage:
+            yield _event(served.answer.chunk([]) | {"usage": served.answer.usage()})
+        yield "data: [DONE]\n\n"
+    except PacelineError as error:  # the status line has been sent: an event must say it
+        yield _event(_error_body(error.http_status, error.message, error.hint, None))
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"] if part != "body")
+        unknown = first["type"] == "extra_forbidden"
+        what = f"`{path}` is not a parameter of this endpoint" if unknown else f"`{path}`: {first['msg']}"
+        if not path:
+            what = f"the body is no valid JSON object: {first['msg']}"
+        hint = "leave it out, or see the server's /openapi.json for what there is." if unknown else None
+        return _error_response(400, what, hint, path or None)
+    if isinstance(error, HTTPException):
+        return _error_response(error.status_code, str(error.detail), headers=error.headers)
+    param = error.field if isinstance(error, RequestError) else None
+    headers = {"retry-after": "1"} if error.http_status == 429 else None
+    return _error_response(error.http_status, error.message, error.hint, param, headers=headers)
+
+
+async def _on_surprise(request: Request, error: Exception) -> Response:
+    return _error_response(500, f"an unexpected {type(error).__name__}: this is a bug in the server")
+
+
+def _error_response(
+    status: int, message: str, hint: str | None = None, param: str | None = None, headers: Any = None
+) -> Response:
+    return AsciiJSONResponse(_error_body(status, message, hint, param), status_code=status, headers=headers)
+
+
+def _error_body(status: int, message: str, hint: str | None, param: str | None) -> dict[str, Any]:
+    """OpenAI's error object, which its clients turn into exceptions."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    text = message if hint is None else f"{message}\n\nhint: {hint}"
+    return {"error": {"message": text, "type": kind, "param": param, "code": None}}
+
+
+def _statistics(engine: Engine, worker: EngineWorker, model: ServedModel) -> dict[str, Any]:
+    metrics = engine.metrics
+    recent = [(speculated, stats, tokens) for speculated, stats, tokens in worker.recent if stats.first_token_at]
+    ttft = [(stats.first_token_at - stats.arrived_at) * 1e3 for _, stats, _ in recent]
+    decoding = [(s, (stats.last_token_at - stats.first_token_at) / (n - 1)) for s, stats, n in recent if n > 1]
+    drafted, accepted = [0] * 64, [0] * 64
+    for _, stats, _ in recent:
+        for position in range(min(64, len(stats.drafted_per_position))):
+            drafted[position] += stats.drafted_per_position[position]
+            accepted[position] += stats.accepted_per_position[position]
+    steps = metrics.iteration_tokens_total
+    return {
+        "num_requests_running": metrics.num_requests_running,
+        "num_requests_waiting": metrics.num_requests_waiting,
+        "kv_cache_usage": round(metrics.kv_cache_usage_perc, 4),
+        "rows_per_step": round(steps.sum / steps.count, 2) if steps.count else None,
+        "method": model.method,
+        "num_draft_tokens": model.num_draft_tokens,
+        "acceptance_per_position": [round(a / d, 4) for d, a in zip(drafted, accepted, strict=True) if d],
+        "ttft_ms": _percentiles(ttft),
+        "itl_ms": _percentiles([seconds * 1e3 for _, seconds in decoding]),
+        "tokens_per_second": {
+            name: _rate([seconds for speculated, seconds in decoding if speculated == wanted])
+            for name, wanted in (("speculated", True), ("plain", False))
+        },
+    }
+
+
+def _percentiles(values: list[float]) -> dict[str, float | None]:
+    if not values:
+        return {"p50": None, "p95": None}
+    ordered = sorted(values)
+    return {"p50": round(statistics.median(ordered), 3), "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3)}
+
+
+def _rate(seconds_per_token: list[float]) -> float | None:
+    total = sum(seconds_per_token)
+    return round(len(seconds_per_token) / total, 2) if total > 0 else None
