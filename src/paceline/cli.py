@@ -233,7 +233,7 @@ def _build(config: str, output: Path, set_: list[str], retune: bool) -> Any:
 @app.command()
 def serve(
     engine: Annotated[
-        str, typer.Argument(metavar="ENGINE", help="An engine folder, or a config (file or `preset:NAME`), built first.")
+        str, typer.Argument(metavar="ENGINE", help="An engine folder, or a config (built first).")
     ],
     output: Annotated[
         Path | None,

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import HTTPException
+
 _OPEN_PATHS = ("/health", "/ready", "/")  # what a load balancer and a browser ask before they have a key
 
 
@@ -26,10 +28,6 @@ class ServeOptions:
     request_timeout_seconds: float | None = 600.0
     access_log: bool = False
     page: bool = True
-
-
-class _TooLarge(Exception):
-    pass
 
 
 class Access:
@@ -63,32 +61,21 @@ class Access:
             hint = "send `Authorization: Bearer KEY` with a key of this server."
             response = self._respond(401, message, hint, headers={"www-authenticate": "Bearer"})
             return await response(scope, receive, send)
-        limit, received, begun = self._options.max_body_bytes, 0, False
+        limit, received = self._options.max_body_bytes, 0
+        message = f"the body is larger than {limit} bytes: send less, or raise the server's `--max-body-mb`"
         length = headers.get(b"content-length", b"0")
-        too_large = self._respond(
-            413, f"the body is larger than {limit} bytes", "send less, or raise the server's `--max-body-mb`."
-        )
         if length.isdigit() and int(length[:18]) > limit:
-            return await too_large(scope, receive, send)
+            return await self._respond(413, message)(scope, receive, send)
 
         async def counted() -> dict[str, Any]:
             nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
+            part = await receive()
+            received += len(part.get("body", b""))
             if received > limit:
-                raise _TooLarge
-            return message
+                raise HTTPException(413, message)  # FastAPI, which is reading, lets this one through
+            return part
 
-        async def noted(message: dict[str, Any]) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, counted, noted)
-        except _TooLarge:
-            if not begun:
-                await too_large(scope, receive, send)
+        await self._app(scope, counted, send)
 
     def _may(self, scope: dict[str, Any], headers: dict[bytes, bytes]) -> bool:
         path = scope["path"]
