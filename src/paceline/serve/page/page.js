@@ -124,8 +124,10 @@ async function send() {
     await readAnswer(await request("v1/chat/completions", bodyOfRequest(), mine.signal), answer, (t) => (content += t));
   } catch (error) {
     const stopped = error.name === "AbortError";
-    add(element("log"), "div", stopped ? "figures quiet" : "error", stopped ? "stopped" : error.message);
-    if (!content) element("prompt").value ||= text;
+    if (messages === conversation) { // else a new chat has begun, and this answer is gone from view
+      add(element("log"), "div", stopped ? "figures quiet" : "error", stopped ? "stopped" : error.message);
+      if (!content) element("prompt").value ||= text;
+    }
   }
   if (content) conversation.push({ role: "assistant", content });
   else conversation.pop(); // a turn without an answer is not part of what the model is told
