@@ -14,10 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from engines import build_tiny
 from paceline.errors import ConfigError
-from paceline.serving import Address, listen, read_api_keys
+from paceline.serving import Address, _Server, listen, read_api_keys
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 
@@ -47,6 +48,26 @@ def url_of(started):
         if match := re.search(r"http://[\d.:]+", line):
             return match[0]
     raise AssertionError("the server never said where it listens")
+
+
+def test_ready_is_said_when_connections_are_accepted():
+    """A socket that is bound and does not listen refuses whoever acts on the message."""
+    listener = listen(Address(port=0))
+    accepted = []
+
+    def connect():
+        with socket.create_connection(listener.getsockname(), timeout=5):
+            accepted.append(True)
+        server.should_exit = True
+
+    async def app(scope, receive, send):
+        raise AssertionError("nobody asked")
+
+    server = _Server(uvicorn.Config(app, log_config=None, lifespan="off"), connect)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname(), timeout=5)
+    server.run(sockets=[listener])
+    assert accepted
 
 
 def test_sigterm_lets_running_requests_finish(folder):

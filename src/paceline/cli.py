@@ -57,6 +57,12 @@ def main() -> None:
             app(prog_name="paceline")
         except PacelineError as error:
             _fail(error)
+        except _Stopped as stop:
+            # Said here, where everything that was running has ended.
+            if data.is_terminal:
+                talk.print()  # streamed text may have left the cursor within a line
+            talk.print("interrupted" if stop.number == signal.SIGINT else "terminated", style="yellow")
+            sys.exit(128 + stop.number)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -72,11 +78,17 @@ def main() -> None:
         sys.exit(1)
 
 
+class _Stopped(BaseException):
+    """A signal asked the process to end. No `except Exception` on the way out keeps it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
 def _stop(number: int, frame: object) -> None:
-    if data.is_terminal:
-        talk.print()  # streamed text may have left the cursor within a line
-    talk.print("interrupted" if number == signal.SIGINT else "terminated", style="yellow")
-    sys.exit(128 + number)
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, signal.SIG_DFL)  # whoever asks a second time does not want to wait for the cleaning up
+    raise _Stopped(number)
 
 
 def _fail(error: PacelineError) -> None:

@@ -56,6 +56,18 @@ def read_api_keys(file: Path | None) -> tuple[str, ...]:
     return tuple(keys)
 
 
+class _Server(uvicorn.Server):
+    """uvicorn, telling when connections are accepted: a bound socket alone still refuses them."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]):
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
 def listen(address: Address) -> socket.socket:
     """A bound socket. Raises ConfigError saying what to do if the address cannot be had."""
     try:
@@ -93,14 +105,14 @@ def serve(
     worker = EngineWorker(opened.engine, opened.config.build.max_batch_size, max_queue)
     try:
         app = create_app(model, worker, options)
-        server = uvicorn.Server(
+        shown = f"[{host}]" if ":" in host else host
+        server = _Server(
             uvicorn.Config(
                 app, log_config=None, lifespan="off", timeout_graceful_shutdown=drain_seconds, server_header=False
-            )
+            ),
+            lambda: say(f"serving {model.name} on http://{shown}:{port}/v1 (method: {model.method or 'off'})"),
         )
         worker.on_failure = lambda: setattr(server, "should_exit", True)
-        shown = f"[{host}]" if ":" in host else host
-        say(f"serving {model.name} on http://{shown}:{port}/v1 (method: {model.method or 'off'})")
         server.run(sockets=[listener])
     finally:
         worker.close()
