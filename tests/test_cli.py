@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import paceline
 from engines import config_of
-from paceline import cli
+from paceline.cli import app as cli
+from paceline.cli import console, generate
 
 COMMANDS = ("check", "build", "presets", "generate")
 PROGRAM = [sys.executable, "-m", "paceline.cli"]
@@ -78,8 +79,8 @@ def test_version(run):
 
 def test_help_is_fast_because_it_loads_no_torch():
     code = (
-        "import sys; sys.argv[1:] = ['--help']; import paceline.cli, atexit\n"
-        "try: paceline.cli.main()\nexcept SystemExit: pass\n"
+        "import sys; sys.argv[1:] = ['--help']; import paceline.cli.app, atexit\n"
+        "try: paceline.cli.app.main()\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'jinja2', 'gguf', 'pydantic'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
@@ -91,9 +92,9 @@ def test_help_is_fast_because_it_loads_no_torch():
     ("arguments", "says"),
     [
         (("bake",), "No such command 'bake'"),
-        (("check",), "Missing argument 'CONFIG'"),
+        (("check",), "Missing argument 'MODEL'"),
         (("check", "x.yaml", "--loud"), "No such option: --loud"),
-        (("build", "x.yaml"), "Missing option"),
+        (("build", "x.yaml", "--retune=2"), "does not take a value"),
         (("generate", "e", "--max-tokens", "many"), "unable to parse string as an integer"),
         (("generate", "e", "--max-tokens", "0"), "greater than or equal to 1"),
     ],
@@ -172,7 +173,36 @@ def test_bad_configs(run, tmp_path, monkeypatch, text, code, says, command):
 def test_config_that_is_binary_or_a_folder(run, tmp_path):
     (tmp_path / "x").write_bytes(b"\x00\xff\xfe" * 50)
     assert run("check", tmp_path / "x").code == 2
-    assert run("check", tmp_path).code == 2
+    ran = run("check", tmp_path)
+    assert ran.code == 3 and "config.json" in ran.err
+    (tmp_path / "config.yaml").write_text("model: ./nowhere")
+    assert "`./nowhere`" in run("check", tmp_path).err
+
+
+def test_flags_are_options_of_the_config(run, config):
+    flags = ("--speculation", "off", "--max-model-len", 99, "--served-model-name", "x y", "--set", "device=cpu")
+    rows = {row["path"]: row for row in run("check", config, "--json", *flags).json["options"]}
+    method = rows["speculation.method"]
+    assert (method["value"], method["origin"]) == ("off", "command line --speculation")
+    assert (rows["max_seq_len"]["value"], rows["served_model_name"]["value"]) == (99, "x y")
+    assert rows["device"]["origin"] == "command line --set device"
+    ran = run("check", config, "--quantization", "int3")
+    assert ran.code == 2 and "`quantization` must be one of" in ran.err and "(--quantization)" in ran.err
+
+
+def test_a_model_is_enough(run, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, _ = tiny("llama")
+    ran = run("build", model, "--json", "--set", "build.autotune=false")
+    assert ran.code == 0, ran.err
+    folder = Path(ran.json["engine"])
+    assert folder.parent == Path("engines") and folder.name.startswith(f"{model.name}-") and folder.is_dir()
+    assert ran.json["manifest"]["method"] == "suffix"
+    other = run("build", model, "--json", "--set", "build.autotune=false", "--speculation", "off").json["engine"]
+    assert other != str(folder), "an engine of other options is another engine"
+    for missing, code, says in (("x.gguf", 3, "x.gguf"), ("package:none-such", 3, "none-such"), ("a/b/c", 2, "preset")):
+        ran = run("build", missing)
+        assert ran.code == code and says in ran.err, ran.err
 
 
 def test_build_talks_on_stderr_one_line_per_stage(run, config, tmp_path):
@@ -227,11 +257,11 @@ def test_compare(run, engine, flags):
 
 
 def test_compare_colours_origins_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(cli.data, "_force_terminal", True)
+    monkeypatch.setattr(console.data, "_force_terminal", True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(cli.data, "no_color", False)
+    monkeypatch.setattr(console.data, "no_color", False)
     for text, origin in (("a\tb", "target"), (":smile:", "suffix"), ("[d]", "draft")):
-        cli._stream_coloured(text, origin)
+        generate._stream_coloured(text, origin)
     assert capsys.readouterr().out == "a\tb\x1b[36m:smile:\x1b[0m\x1b[32m[d]\x1b[0m"
 
 

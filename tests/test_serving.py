@@ -94,6 +94,24 @@ def test_sigterm_lets_running_requests_finish(folder):
         assert '"path": "/v1/completions", "status": 200' in started.stdout.read()
 
 
+def test_a_model_is_enough(tiny, tmp_path):
+    model, _ = tiny("llama", max_position_embeddings=2048)
+    options = ("--set", "build.autotune=false", "--speculation", "off", "--output", tmp_path / "e", "--port", "0")
+    with process(model, *options) as started:
+        answer = httpx.post(url_of(started) + "/v1/completions", json={"prompt": [5, 6], "max_tokens": 3})
+        assert answer.status_code == 200 and answer.json()["usage"]["speculation"]["method"] is None
+
+
+def test_an_engine_takes_what_may_change_between_starts(folder):
+    flags = ("--served-model-name", "other", "--set", "runtime.request_default_max_tokens=5")
+    with process(folder, *flags) as started:
+        answer = httpx.post(url_of(started) + "/v1/completions", json={"prompt": [5, 6], "ignore_eos": True}).json()
+        assert answer["model"] == "other" and answer["usage"]["completion_tokens"] == 5
+    with process(folder, "--draft", "a/b") as started:
+        assert started.wait(60) == 2
+        assert "`speculation.draft` is fixed when an engine is built" in started.stderr.read()
+
+
 def test_a_taken_port_is_said_at_once(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

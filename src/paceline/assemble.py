@@ -6,6 +6,7 @@ Knows every part of the product; everything it returns is ready to use and knows
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from paceline.build import autotune
 from paceline.build.builder import load_weights
 from paceline.build.manifest import TEMPLATE, TOKENIZER, Manifest, read_manifest, read_small_file
 from paceline.build.resolve import Listener
-from paceline.config import Config
+from paceline.config import Config, Override, override_runtime
 from paceline.errors import CapacityError, EngineFolderError
 from paceline.runtime.backend import Backend
 from paceline.runtime.backend_native import BLOCK_SIZE, ThreadPool
@@ -89,6 +90,11 @@ def open_engine(
     engine = _engine(manifest, config, tokenizer, backends, kernels, speculation, seed)
     template = read_small_file(folder, TEMPLATE, manifest)
     return OpenEngine(engine, manifest, config, tokenizer, template, backends["target"], backends.get("draft"))
+
+
+def runtime_config(folder: Path, overrides: SequenceOf[Override | str]) -> Config:
+    """The config of an engine folder under overrides of what may change per start. Raises ConfigError for others."""
+    return override_runtime(read_manifest(folder).config, overrides)
 
 
 def _tokenizer(folder: Path, manifest: Manifest) -> tokenizers.Tokenizer:

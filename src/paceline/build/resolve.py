@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -50,7 +52,10 @@ class Resolved:
 
     @property
     def served_model_name(self) -> str:
-        return self.config.served_model_name or self.config.model.repo.removeprefix("package:")
+        """The name asked for, or the model's own: a path's last part, as nobody types paths into a request."""
+        repo = self.config.model.repo
+        own = Path(repo).resolve().name.removesuffix(".gguf") if os.path.exists(repo) else repo.removeprefix("package:")
+        return self.config.served_model_name or own
 
     @property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""From files, presets, environment variables and `--set key=value` to one `Config` that knows where each value is from.
+"""From files, presets, models, environment and command line to one `Config` that knows where each value is from.
 
 The only home of precedence: command line > environment > file > preset > default. Knows no bounds and no Truss names.
 """
@@ -6,6 +6,7 @@ The only home of precedence: command line > environment > file > preset > defaul
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -24,6 +25,7 @@ from paceline.errors import ConfigError
 
 PRESET_PREFIX = "preset:"
 ENVIRONMENT_PREFIX = "PACELINE_"
+TRUSS_CONFIG = "config.yaml"  # the file that makes a directory a Truss
 NOT_OPTIONS = ("PACELINE_API_KEY",)  # read by the server: a secret is no option of an engine
 
 OriginKind = Literal["default", "preset", "file", "environment", "command line"]
@@ -61,6 +63,18 @@ class LoadedConfig:
         return _nearest_origin(self.origins, path)
 
 
+@dataclass(frozen=True)
+class Override:
+    """One option set from outside the file: its dotted path, its value as text, and what to call it in messages."""
+
+    path: str
+    text: str
+    spelled: str
+
+    def __str__(self) -> str:
+        return f"{self.path}={self.text}"
+
+
 @dataclass
 class _Layer:
     """One source's values in our form. `replaces` says that its model references replace lower ones whole."""
@@ -94,24 +108,46 @@ def preset_summary(name: str) -> str:
 
 
 def load_config(
-    source: str | os.PathLike[str], overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    source: str | os.PathLike[str],
+    overrides: Sequence[Override | str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """Load a YAML file, or `preset:NAME`, under `overrides` ("build.max_batch_size=8") and environment variables
+    """Load what `source` names, under `overrides` ("build.max_batch_size=8") and environment variables
     (`PACELINE_BUILD__MAX_BATCH_SIZE`; `environ` defaults to the process's).
+
+    `source` is a YAML file or a directory with a config.yaml, a preset (`preset:NAME`, or its name alone), or just a
+    model: a hub id, a directory, a .gguf file or `package:NAME`, for which everything else is a default.
 
     Raises ConfigError with every problem found, each with its path, the value, the bound and what to do.
     """
     environ = os.environ if environ is None else environ
     name = os.fspath(source)
+    path = os.path.expanduser(name)
     if name.startswith(PRESET_PREFIX):
         return parse_config(preset_text(name.removeprefix(PRESET_PREFIX)), name, overrides, environ, kind="preset")
-    return parse_config(_read(Path(name)), name, overrides, environ)
+    if name in preset_names() and not os.path.exists(path):
+        return parse_config(preset_text(name), PRESET_PREFIX + name, overrides, environ, kind="preset")
+    truss = os.path.join(path, TRUSS_CONFIG)
+    if os.path.isfile(truss) and not os.path.exists(os.path.join(path, "config.json")):
+        path = truss
+    elif _is_model(name, path):
+        return _resolved([], name, [Override("model", name, "MODEL"), *overrides], environ, [], [])
+    return parse_config(_read(Path(path)), path, overrides, environ)
+
+
+def _is_model(name: str, path: str) -> bool:
+    """Whether a name is a model's and not a config file's. Whether there is such a model is found out on opening it."""
+    suffix = os.path.splitext(path)[1].lower()
+    if name.startswith("package:") or suffix == ".gguf" or os.path.isdir(path):
+        return True
+    is_config = os.path.exists(path) or suffix in (".yaml", ".yml", ".json")
+    return not is_config and re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) is not None
 
 
 def parse_config(
     text: str,
     name: str = "config.yaml",
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override | str] = (),
     environ: Mapping[str, str] | None = None,
     kind: OriginKind = "file",
 ) -> LoadedConfig:
@@ -119,8 +155,38 @@ def parse_config(
     problems: list[Problem] = []
     notes: list[Note] = []
     layers = _file_layers(text, name, kind, problems, notes)
-    layers.append(_environment_layer(environ or {}, problems))
-    layers.append(_command_line_layer(overrides, problems))
+    return _resolved(layers, name, overrides, environ or {}, problems, notes)
+
+
+def override_runtime(
+    config: Mapping[str, Any], overrides: Sequence[Override | str], environ: Mapping[str, str] | None = None
+) -> Config:
+    """The config of a built engine (as JSON has it) under overrides of what may change per start: `runtime.*` and
+    `served_model_name`. Environment variables of other options are left to builds; overrides of them raise ConfigError,
+    as does anything wrong with a value."""
+    environ = os.environ if environ is None else environ
+    layers = [_Layer(dict(config), replaces=False)]
+    runtime = {name: text for name, text in environ.items() if name.startswith(f"{ENVIRONMENT_PREFIX}RUNTIME__")}
+    for override in overrides:
+        path = str(override).partition("=")[0].strip()
+        if not path.startswith("runtime.") and path not in ("runtime", "served_model_name", "model_name"):
+            raise ConfigError(
+                f"`{path}` is fixed when an engine is built, and this one is built already",
+                "Name the model or config instead of the engine folder: it is built with that, beside this one.",
+            )
+    return _resolved(layers, "the engine's config", overrides, runtime, [], []).config
+
+
+def _resolved(
+    layers: list[_Layer],
+    name: str,
+    overrides: Sequence[Override | str],
+    environ: Mapping[str, str],
+    problems: list[Problem],
+    notes: list[Note],
+) -> LoadedConfig:
+    """The config of some layers, under the environment's and the command line's."""
+    layers = [*layers, _environment_layer(environ, problems), _command_line_layer(overrides, problems)]
     tree, origins = _merge(layers)
     config = _validate(tree, origins, problems)
     if problems or config is None:
@@ -135,10 +201,9 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist",
-            f"Give a YAML file, or a preset: {', '.join(PRESET_PREFIX + name for name in preset_names())}.",
+            "Give a model (OWNER/NAME on the hub, a directory, a .gguf file, package:NAME), a YAML file, or a preset: "
+            f"{', '.join(preset_names())}.",
         ) from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory, not a config file", "Give the YAML file in it.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{shown(str(path))} cannot be read: {reason}", "Check the path and its rights.") from None
@@ -205,9 +270,13 @@ def _environment_layer(environ: Mapping[str, str], problems: list[Problem]) -> _
     return layer
 
 
-def _command_line_layer(overrides: Sequence[str], problems: list[Problem]) -> _Layer:
+def _command_line_layer(overrides: Sequence[Override | str], problems: list[Problem]) -> _Layer:
     layer = _Layer({}, replaces=False)
     for override in overrides:
+        if isinstance(override, Override):
+            origin = Origin("command line", override.spelled)
+            _override(layer, override.path, override.text, origin, problems)
+            continue
         path, equals, text = override.partition("=")
         if not equals or not path.strip():
             message = f"is not of the form KEY=VALUE, got {shown(override)}"
