@@ -34,7 +34,7 @@ from paceline.runtime.engine import Engine, EngineLimits
 from paceline.runtime.kv_cache import KVCache
 from paceline.runtime.sampling import SamplingKernels, TorchSamplingKernels
 from paceline.runtime.sampling_native import NativeSamplingKernels
-from paceline.runtime.speedup import CostTable
+from paceline.runtime.speedup import CostTable, cheapest_num_rows
 from paceline.runtime.verify import Verifier
 
 
@@ -189,7 +189,7 @@ def _engine(
         limits=limits,
         drafters=drafters,
         default_method=manifest.method if drafters else None,
-        controller=FixedController(manifest.num_draft_tokens),
+        controller=FixedController(manifest.num_draft_tokens, cheapest_num_rows(CostTable(manifest.costs.target)) - 1),
         verifier=Verifier(kernels, generators[0], eos),
         eos_token_ids=eos,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.runtime.backend_fake import FakeBackend
 from paceline.runtime.drafting.model import ModelDrafter
 from paceline.runtime.drafting.suffix import SuffixDrafter
 from paceline.runtime.kv_cache import KVCache
+from paceline.runtime.logprobs import token_logprobs
 from paceline.runtime.output import joined
 from paceline.runtime.sampling import SamplingParams, TorchSamplingKernels, shape_logits
 from paceline.runtime.sequence import FinishReason, Request, Sequence, SpeculationParams
@@ -687,3 +689,62 @@ def test_gauges_are_up_to_date_between_any_two_calls():
     assert gauges() == (1, 1, pytest.approx(0.2))
     engine.cancel("two")
     assert gauges() == (0, 0, 0.0)
+
+
+def prompt_logprobs_by_hand(fake, prompt, num_top):
+    """From the logits that the backend gives for each beginning of the prompt."""
+    rows = np.array([fake._logits(list(prompt[:end])) for end in range(1, len(prompt))], dtype=np.float32)
+    rows = torch.from_numpy(rows.reshape(len(prompt) - 1, fake.vocab_size))
+    return [None, *token_logprobs(rows, prompt[1:], num_top)]
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_tokens": 8}, {"enable_chunked_prefill": False}])
+def test_prompt_logprobs_are_those_of_the_prompt_however_it_is_computed(limits):
+    asks = [request(str(i), PROMPT[: 5 + 3 * i], prompt_logprobs=2, n=1 + i % 2, max_tokens=4) for i in range(5)]
+    asks += [request("one token", b"x", prompt_logprobs=1), request("cached", PROMPT, max_tokens=3)]
+    fake = backend()
+    outputs, _ = run(asks, fake, drafter=SuffixDrafter(100, 2), **limits)
+    for ask in asks:
+        expected = None
+        if ask.sampling.prompt_logprobs is not None:
+            expected = prompt_logprobs_by_hand(fake, ask.prompt_token_ids, ask.sampling.prompt_logprobs)
+        assert outputs[ask.request_id, 0].prompt_logprobs == expected
+    without = [dataclasses.replace(a, sampling=dataclasses.replace(a.sampling, prompt_logprobs=None)) for a in asks]
+    assert {key: seen(output) for key, output in outputs.items()} == seen_all(without)
+
+
+def test_prompt_logprobs_survive_preemption():
+    fake = backend(num_blocks=14)
+    asks = [request(str(i), PROMPT, prompt_logprobs=1, max_tokens=20) for i in range(3)]
+    outputs, engine = run(asks, fake, scheduler_policy="max_utilization", max_num_tokens=10)
+    assert engine.metrics.num_preemptions > 0
+    expected = prompt_logprobs_by_hand(fake, PROMPT, 1)
+    assert all(output.prompt_logprobs == expected for output in outputs.values())
+
+
+@pytest.mark.parametrize("sampling", [{}, {"seed": 4, "temperature": 1.0}, {"logprobs": 2}, {"frequency_penalty": 0.7}])
+@pytest.mark.parametrize("drafter", [None, "suffix", "hostile"])
+def test_predictions_change_nothing_but_the_number_of_rounds(sampling, drafter):
+    make = {None: lambda: None, "suffix": lambda: SuffixDrafter(100, 2), "hostile": lambda: ScriptedDrafter(None, 1.0)}
+    plain, _ = run([request(max_tokens=60, **sampling)])
+    text = tuple(plain["r", 0].token_ids)
+    for prediction in (text, text[9:40], (1, *text[:20], 7, 7, *text[20:]), tuple(reversed(text)), (5,)):
+        ask = dataclasses.replace(request(max_tokens=60, **sampling), prediction_token_ids=prediction)
+        outputs, _ = run([ask], drafter=make[drafter]())
+        assert seen(outputs["r", 0]) == seen(plain["r", 0])
+        stats = outputs["r", 0].stats
+        if prediction == text:
+            assert stats.num_rounds < 15 and outputs["r", 0].origins.count("prediction") >= 45
+    ask = dataclasses.replace(ask, prediction_token_ids=text, speculation=SpeculationParams(enabled=False))
+    outputs, _ = run([ask], drafter=make[drafter]())
+    assert seen(outputs["r", 0]) == seen(plain["r", 0]) and outputs["r", 0].stats.num_draft_tokens == 0
+
+
+def test_salted_requests_share_no_prefix():
+    engine = make_engine(backend())
+    hits = []
+    for number, salt in enumerate((None, "a", "a", None, "b", "")):
+        before = engine.metrics.prefix_cache_hits
+        engine.generate([dataclasses.replace(request(str(number)), cache_salt=salt)])
+        hits.append(engine.metrics.prefix_cache_hits - before)
+    assert hits == [0, 0, 20, 20, 0, 0]

@@ -266,3 +266,19 @@ class TestCheck:
         for wrong in ([], [table[:1]], [table, table]):
             with pytest.raises(AssertionError):
                 cache.check(wrong)
+
+
+def test_what_was_published_under_a_salt_is_found_under_it_alone():
+    cache, _ = make_cache(20)
+    tokens, tables = list(range(13)), {}
+    for salt in (None, "a"):
+        table: list[int] = []
+        cache.grow(table, 13, 0)
+        cache.publish(table, tokens, 13, salt)
+        tables[salt] = table
+    for salt, table in ((None, tables[None]), ("a", tables["a"])):
+        found, number = cache.match_prefix(tokens, salt)
+        assert (found, number) == (table[:3], 12)
+        cache.release(found)
+    assert cache.match_prefix(tokens, "b") == ([], 0) and cache.match_prefix(tokens, "") == ([], 0)
+    cache.check([tables[None], tables["a"]])

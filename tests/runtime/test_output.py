@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fake_engine import EOS, TOKENIZER
-from paceline.runtime.output import OutputStream, TokenLogprobs, joined, token_logprobs
+from paceline.runtime.logprobs import TokenLogprobs, token_logprobs
+from paceline.runtime.output import OutputStream, joined
 from paceline.runtime.sampling import SamplingParams
 from paceline.runtime.sequence import FinishReason, Request, Sequence
 
@@ -51,6 +52,14 @@ def test_logprobs_are_those_of_each_row_with_as_many_alternatives_as_there_are()
     assert second.top[0] == (0, pytest.approx(float(expected[1, 0])))
     assert [len(entry.top) for entry in token_logprobs(logits, [1, 2], 20)] == [3, 3]
     assert token_logprobs(logits, [1, 2], 0)[1].top == []
+    assert [entry.rank for entry in token_logprobs(logits, [0, 1], 0)] == [3, 2]
+
+
+def test_special_tokens_have_text_if_asked_for():
+    for skip, text in ((True, "ab"), (False, "a<end>b")):
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True, skip_special_tokens=skip)
+        sequence = Sequence(Request("r", (1,), sampling))
+        assert OutputStream(sequence, TOKENIZER, [EOS]).extend([97, EOS, 98], ["target"] * 3, None).text == text
 
 
 def test_a_prompt_that_ends_within_a_character_takes_no_text_from_the_output():

@@ -50,7 +50,9 @@ class TestParams:
             ("stop", ("",)), ("stop", "end"), ("stop", (b"x",)), ("stop_token_ids", (-1,)), ("stop_token_ids", 7),
             ("logit_bias", dict.fromkeys(range(1025), 0.0)), ("stop_token_ids", (5,) * 1025), ("stop", ("x",) * 1025),
             ("max_tokens", 0), ("max_tokens", -1), ("min_tokens", -1), ("n", 0), ("n", 129), ("logprobs", -1),
-            ("logprobs", 21), ("ignore_eos", "no"), ("include_stop_str_in_output", 1),
+            ("logprobs", 21), ("prompt_logprobs", 21), ("bad_words", ((),)), ("bad_words", ((1, -1),)),
+            ("bad_words", [(1,)]), ("skip_special_tokens", None), ("ignore_eos", "no"),
+            ("include_stop_str_in_output", 1),
         ],
     )  # fmt: skip
     def test_refused_by_name_with_the_value_and_a_hint(self, field, value):
@@ -320,3 +322,22 @@ class TestShape:
         ordered = [min(by_logit[logit]) for logit in sorted(by_logit)]
         assert ordered == sorted(ordered)
         assert ordered[-1] > 0
+
+
+few_tokens = st.lists(st.integers(0, 3), max_size=6)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4), few_tokens, few_tokens, st.data())
+@settings(deadline=None)
+def test_bad_words_never_become_part_of_the_output(words, output, draft, data):
+    """For every row of a draft: the tokens at -inf are those that would complete a word within the output."""
+    words = tuple(map(tuple, words))
+    sequence = make_sequence(SamplingParams(bad_words=words), prompt=[0, 1, 2, 3] * 2, output=output)
+    num_rows = data.draw(st.integers(1, len(draft) + 1))
+    shaped = shape_logits(torch.zeros(num_rows, 4), sequence, draft, [])
+    for row in range(num_rows):
+        text = [*output, *draft[: len(draft) + 1 - num_rows + row]]
+        for token_id in range(4):
+            after = [*text, token_id]
+            forbidden = any(tuple(after[-len(word) :]) == word and len(word) <= len(after) for word in words)
+            assert (float(shaped[row, token_id]) == -math.inf) == forbidden

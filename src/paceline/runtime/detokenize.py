@@ -13,14 +13,21 @@ _CONTEXT = 6  # prompt tokens decoded along with the first output, as some decod
 class IncrementalDetokenizer:
     """Text deltas whose concatenation is what decoding everything at once gives; no delta splits a character.
 
-    Special tokens have no text. `prompt_token_ids` are context only: their text is not returned. Each push decodes a
-    bounded window, from the last emitted token on: decoding the window with and without the new tokens and taking the
-    difference gives the text they add in context (as vLLM and text-generation-inference do it). A window that ends in
-    U+FFFD may be in the middle of a character and waits for more.
+    Special tokens have no text, unless `skip_special_tokens` is False. `prompt_token_ids` are context only: their text
+    is not returned. Each push decodes a bounded window, from the last emitted token on: decoding the window with and
+    without the new tokens and taking the difference gives the text they add in context (as vLLM and
+    text-generation-inference do it). A window that ends in U+FFFD may be in the middle of a character and waits for
+    more.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, prompt_token_ids: SequenceOf[int] = ()):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        prompt_token_ids: SequenceOf[int] = (),
+        skip_special_tokens: bool = True,
+    ):
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT:])  # emitted tokens that serve as context, then pending ones
         self._emitted_text = self._decode(self._window)
         if self._emitted_text.endswith("\ufffd"):  # the prompt ends within a character: the output stands alone
@@ -63,7 +70,7 @@ class IncrementalDetokenizer:
         return self._emit(len(self._window), text)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 class StopStrings:

@@ -19,11 +19,13 @@ from paceline.runtime.backend import Backend
 from paceline.runtime.controller import Controller
 from paceline.runtime.drafting.drafter import Draft, Drafter
 from paceline.runtime.drafting.grammar import forced_draft, permitted_draft
+from paceline.runtime.drafting.prediction import predicted_draft
 from paceline.runtime.grammar import Grammars
 from paceline.runtime.kv_cache import KVCache
 from paceline.runtime.limits import Admission, EngineLimits
+from paceline.runtime.logprobs import TokenLogprobs, token_logprobs
 from paceline.runtime.metrics import Metrics
-from paceline.runtime.output import OutputStream, SequenceOutput, TokenLogprobs, joined, token_logprobs
+from paceline.runtime.output import OutputStream, SequenceOutput, joined
 from paceline.runtime.rows import lay_out
 from paceline.runtime.scheduler import Scheduler, Turn
 from paceline.runtime.sequence import Request, Sequence
@@ -146,12 +148,15 @@ class Engine:
         enter("forward")
         logits = self._backend.forward(batch)
         enter("verify")
-        judged = [turn for turn in turns if turn.yields_token]
+        # The rows that judge a draft are the last of its sequence's.
+        judged = [(t, o + t.num_logit_rows - len(t.draft) - 1) for t, o in zip(turns, offsets, strict=True)
+                  if t.yields_token]  # fmt: skip
         verdicts = self._verifier.verify_batch(
-            [turn.sequence for turn in judged], [turn.draft for turn in judged], logits, offsets
+            [turn.sequence for turn, _ in judged], [turn.draft for turn, _ in judged], logits, [o for _, o in judged]
         )
         enter("commit")
-        outputs = self._commit(turns, verdicts, logits, offsets)
+        self._note_prompt_logprobs(turns, logits, offsets)
+        outputs = self._commit(turns, verdicts, logits, [offset for _, offset in judged])
         self.metrics.iteration_tokens_total.observe(len(batch.token_ids))
         self._update_gauges()
         enter(None)
@@ -194,6 +199,10 @@ class Engine:
             room = sequence.sampling.max_tokens - sequence.num_output_tokens - 1
             limit = min(limit, room)
             drafts[index] = forced_draft(sequence, min(max(limit, share), room))
+            predicted = predicted_draft(sequence, limit)
+            if len(predicted) > len(drafts[index]):
+                drafts[index] = predicted
+                continue
             method = self._method(sequence)
             if method is not None and limit > len(drafts[index]):
                 by_method[method].append((index, limit))
@@ -204,6 +213,20 @@ class Engine:
                 if draft.probabilities is not None or len(draft) >= len(drafts[index]):
                     drafts[index] = draft
         return drafts
+
+    def _note_prompt_logprobs(self, turns: SequenceOf[Turn], logits: torch.Tensor, offsets: SequenceOf[int]) -> None:
+        """Keep the log-probabilities of the prompts' tokens that follow the rows of this step."""
+        for turn, offset in zip(turns, offsets, strict=True):
+            sequence = turn.sequence
+            if not sequence.num_prompt_logprobs_missing:
+                continue
+            first = len(sequence.prompt_logprobs)  # the position whose log-probability is next
+            end = min(sequence.num_computed_tokens + turn.num_known + 1, sequence.num_prompt_tokens)
+            if end <= first:  # a preempted sequence computes its beginning again
+                continue
+            rows = logits[offset : offset + end - first]
+            token_ids = sequence.token_ids[first:end]
+            sequence.prompt_logprobs += token_logprobs(rows, token_ids, sequence.sampling.prompt_logprobs)
 
     def _commit(
         self, turns: SequenceOf[Turn], verdicts: Iterable[Verdict], logits: torch.Tensor, offsets: Iterable[int]
@@ -218,7 +241,7 @@ class Engine:
                 verdict, offset = next(judgements)
                 outputs.append(self._accept(turn, verdict, logits[offset : offset + len(verdict.token_ids)]))
             else:
-                self._kv_cache.publish(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens)
+                self._publish(sequence)
         return outputs
 
     def _accept(self, turn: Turn, verdict: Verdict, logits: torch.Tensor) -> SequenceOutput:
@@ -230,9 +253,12 @@ class Engine:
         logprobs = None if num_top is None else token_logprobs(logits, verdict.token_ids, num_top)
         origins = [draft.source] * verdict.num_accepted + ["target"]
         output = self._stream(sequence).extend(verdict.token_ids, origins, logprobs)
+        output.prompt_logprobs = sequence.prompt_logprobs if is_first else None
+        if sequence.prediction is not None:
+            sequence.prediction.advance(output.token_ids)
 
         sequence.num_computed_tokens = min(num_before + verdict.num_accepted, len(sequence.token_ids))
-        self._kv_cache.publish(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens)
+        self._publish(sequence)
         self._kv_cache.truncate(sequence.block_table, sequence.num_computed_tokens)
         self.metrics.record_tokens(sequence, len(output.token_ids), time.perf_counter())
         if len(draft):
@@ -265,6 +291,10 @@ class Engine:
         if method is not None:
             self._drafters[method].release(sequence)
 
+    def _publish(self, sequence: Sequence) -> None:
+        salt = sequence.request.cache_salt
+        self._kv_cache.publish(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens, salt)
+
     def _update_gauges(self) -> None:
         metrics, cache = self.metrics, self._kv_cache
         metrics.num_requests_running = self.num_running
@@ -275,7 +305,8 @@ class Engine:
         speculation = sequence.request.speculation
         if not speculation.enabled or speculation.num_draft_tokens == 0:
             return False
-        return sequence.grammar is not None or self._method(sequence) is not None
+        has_own_source = sequence.grammar is not None or sequence.prediction is not None
+        return has_own_source or self._method(sequence) is not None
 
     def _method(self, sequence: Sequence) -> str | None:
         """The speculation method of a sequence, None if it runs without."""

@@ -12,7 +12,10 @@ from collections.abc import Sequence as SequenceOf
 
 from paceline.errors import CapacityError
 
-_ROOT = 0  # the content number of the empty prefix
+
+def _root(salt: str | None) -> int | str:
+    """What stands for the empty prefix: content numbers begin at 1, so neither 0 nor a text is one."""
+    return 0 if salt is None else salt
 
 
 class OutOfBlocks(CapacityError):
@@ -27,7 +30,8 @@ class KVCache:
 
     Published content is identified exactly, without hashing collisions: content number = the number given to the pair
     (content number of the prefix before the block, the block's token ids). Equal numbers therefore mean equal tokens
-    from position 0 on. Numbers are never reused, so a block whose predecessor was evicted can no longer be found.
+    from position 0 on. Numbers are never reused, so a block whose predecessor was evicted can no longer be found. A
+    `salt` takes the place of the empty prefix: what was published under one salt is found under no other.
     """
 
     def __init__(
@@ -41,9 +45,9 @@ class KVCache:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently held first
         self._num_holders = [0] * num_blocks
         self._content: list[int | None] = [None] * num_blocks  # content number of a published block
-        self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # findable block -> its key
-        self._findable: dict[tuple[int, tuple[int, ...]], int] = {}  # the reverse
-        self._last_content = _ROOT
+        self._key: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # findable block -> its key
+        self._findable: dict[tuple[int | str, tuple[int, ...]], int] = {}  # the reverse
+        self._last_content = 0
 
     @property
     def num_available_blocks(self) -> int:
@@ -53,14 +57,14 @@ class KVCache:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match_prefix(self, token_ids: SequenceOf[int]) -> tuple[list[int], int]:
+    def match_prefix(self, token_ids: SequenceOf[int], salt: str | None = None) -> tuple[list[int], int]:
         """Hold the longest chain of published blocks that `token_ids` starts with: (block table, number of tokens).
 
         At least one token is left out, since its logits will be wanted.
         """
         table: list[int] = []
         if self._enable_prefix_cache:
-            content, size = _ROOT, self.block_size
+            content, size = _root(salt), self.block_size
             for start in range(0, len(token_ids) - size, size):
                 block = self._findable.get((content, tuple(token_ids[start : start + size])))
                 if block is None:
@@ -96,7 +100,13 @@ class KVCache:
         for _ in range(num_missing):
             block_table.append(self._allocate())
 
-    def publish(self, block_table: SequenceOf[int], token_ids: SequenceOf[int], num_computed_tokens: int) -> None:
+    def publish(
+        self,
+        block_table: SequenceOf[int],
+        token_ids: SequenceOf[int],
+        num_computed_tokens: int,
+        salt: str | None = None,
+    ) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens findable. Costs O(new full blocks).
 
         Where another block already has the same content, that one stays the findable one.
@@ -106,7 +116,7 @@ class KVCache:
         num_full = first = num_computed_tokens // self.block_size
         while first > 0 and self._content[block_table[first - 1]] is None:
             first -= 1
-        content = self._content[block_table[first - 1]] if first > 0 else _ROOT
+        content = self._content[block_table[first - 1]] if first > 0 else _root(salt)
         for index in range(first, num_full):
             start = index * self.block_size
             key = (content, tuple(token_ids[start : start + self.block_size]))

@@ -83,8 +83,11 @@ class Admission:
             )
 
     def _check_token_ids(self, request: Request) -> None:
-        for field in ("stop_token_ids", "logit_bias"):
-            for token_id in getattr(request.sampling, field):
+        sampling = request.sampling
+        lists = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
+        lists |= {"bad_words": [i for w in sampling.bad_words for i in w], "prediction": request.prediction_token_ids}
+        for field, token_ids in lists.items():
+            for token_id in token_ids:
                 if token_id >= self.vocab_size:
                     raise RequestError(
                         f"`{field}` token ids must be below {self.vocab_size}, got {token_id}.",

@@ -11,19 +11,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 import tokenizers
-import torch
 
 from paceline.runtime.detokenize import IncrementalDetokenizer, StopStrings
+from paceline.runtime.logprobs import TokenLogprobs
 from paceline.runtime.sequence import FinishReason, Sequence, SequenceStats
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural logarithms under the target's raw distribution (before penalties, bias and temperature)."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]  # the likeliest tokens, most likely first; the chosen one need not be among them
 
 
 @dataclass
@@ -35,8 +26,9 @@ class SequenceOutput:
     index: int
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)  # of each token: the text it completed; at the end, what was held
-    origins: list[str] = field(default_factory=list)  # of each token: "target" | "draft" | "suffix" | "forced"
+    origins: list[str] = field(default_factory=list)  # of each token: "target", or its draft's source
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first tokens, if asked for
     finish_reason: FinishReason | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
 
@@ -60,15 +52,6 @@ def joined(outputs: Iterable[SequenceOutput]) -> SequenceOutput:
     return whole
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: SequenceOf[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of `token_ids` and of the `num_top` likeliest tokens, from raw logits float32 [k, vocab]."""
-    logprobs = torch.log_softmax(logits, dim=1)
-    chosen = logprobs[range(len(token_ids)), list(token_ids)].tolist()
-    values, indices = logprobs.topk(min(num_top, logits.shape[1]), dim=1)
-    top = [list(zip(*pair, strict=True)) for pair in zip(indices.tolist(), values.tolist(), strict=True)]
-    return [TokenLogprobs(*fields) for fields in zip(token_ids, chosen, top, strict=True)]
-
-
 class OutputStream:
     """Appends tokens to a sequence and tells its client. Ends it at an end token, a stop string, where its grammar
     is complete, or at `max_tokens` (which the engine has filled in); "stop" wins where both happen at once. An output
@@ -83,7 +66,9 @@ class OutputStream:
         self._sequence = sequence
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.request.prompt_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, sequence.request.prompt_token_ids, sampling.skip_special_tokens
+        )
         self._stop_strings = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
 
     def extend(

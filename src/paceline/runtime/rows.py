@@ -11,11 +11,8 @@ from paceline.runtime.scheduler import Turn
 
 
 def lay_out(turns: SequenceOf[Turn]) -> tuple[StepBatch, list[int]]:
-    """The batch of `turns` in their order, and for each that yields a token the index of its first row of logits.
-
-    A sequence's rows are its next known tokens, then the drafted ones. Logits are wanted for the last known token and
-    for each drafted one: those rows judge the draft and give the token after it.
-    """
+    """The batch of `turns` in their order, and for each the index of the first of its rows of logits, of which it has
+    `turn.num_logit_rows`. A sequence's rows are its next known tokens, then the drafted ones."""
     token_ids: list[int] = []
     positions: list[int] = []
     sequence_of_row: list[int] = []
@@ -30,8 +27,7 @@ def lay_out(turns: SequenceOf[Turn]) -> tuple[StepBatch, list[int]]:
         positions += range(first, first + turn.num_rows)
         sequence_of_row += [index] * turn.num_rows
         block_tables[index, : len(sequence.block_table)] = sequence.block_table
-        if turn.yields_token:
-            offsets.append(len(logit_rows))
-            logit_rows += range(len(token_ids) - len(drafted) - 1, len(token_ids))
+        offsets.append(len(logit_rows))
+        logit_rows += range(len(token_ids) - turn.num_logit_rows, len(token_ids))
     arrays = [np.array(values, dtype=np.int32) for values in (token_ids, positions, sequence_of_row, logit_rows)]
     return StepBatch(*arrays[:3], block_tables, arrays[3]), offsets

@@ -38,15 +38,18 @@ _BOUNDS: dict[str, tuple[type, float, float, bool]] = {
     "min_tokens": (int, 0, _INT64, True),
     "n": (int, 1, 128, True),
     "logprobs": (int, 0, 20, True),
+    "prompt_logprobs": (int, 0, 20, True),
 }
 _MAX_ENTRIES = 1024
-_OPTIONAL = ("seed", "max_tokens", "logprobs")
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 # Every entry costs time at every token, for all requests of a batch: their number is bounded.
 _TYPES: dict[str, tuple[type, str]] = {
     "logit_bias": (Mapping, f"a mapping of at most {_MAX_ENTRIES} entries from token id to bias"),
     "stop": (tuple, f"a tuple of at most {_MAX_ENTRIES} non-empty strings"),
     "stop_token_ids": (tuple, f"a tuple of at most {_MAX_ENTRIES} token ids"),
+    "bad_words": (tuple, f"a tuple of at most {_MAX_ENTRIES} non-empty tuples of token ids"),
     "ignore_eos": (bool, "true or false"),
+    "skip_special_tokens": (bool, "true or false"),
     "include_stop_str_in_output": (bool, "true or false"),
 }
 
@@ -56,8 +59,9 @@ class SamplingParams:
     """How to choose tokens and when to stop, with the names and meanings of the OpenAI and vLLM APIs.
 
     Out-of-range or mistyped values raise RequestError naming the field. `top_k` 0 or -1 is off. `logprobs` counts the
-    alternatives returned besides the chosen token; None returns none at all. With a `grammar` the output ends where the
-    grammar is complete, which leaves `min_tokens` and `ignore_eos` no meaning: both are refused.
+    alternatives returned besides the chosen token; None returns none at all; `prompt_logprobs` is the same for tokens
+    of the prompt. `bad_words` are runs of token ids, none of which becomes part of the output. With a `grammar` the
+    output ends where the grammar is complete, which leaves `min_tokens` and `ignore_eos` no meaning: both are refused.
     """
 
     temperature: float = 1.0
@@ -68,15 +72,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     max_tokens: int | None = None
     min_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
@@ -91,8 +98,11 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_number("logit_bias", token_id, int, 0, _INT64)
             _check_number("logit_bias", bias, float, -100.0, 100.0)
-        for token_id in self.stop_token_ids:
-            _check_number("stop_token_ids", token_id, int, 0, _INT64)
+        for name, token_ids in (("stop_token_ids", self.stop_token_ids), *(("bad_words", w) for w in self.bad_words)):
+            for token_id in token_ids:
+                _check_number(name, token_id, int, 0, _INT64)
+        if not all(self.bad_words):
+            raise _refusal("bad_words", _TYPES["bad_words"][1], self.bad_words)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise _refusal("stop", _TYPES["stop"][1], self.stop)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -269,9 +279,9 @@ def shape_logits(
     but the last draft token, and so on: with k = len(draft) + 1, row i follows known + draft[:i].
 
     In this order: repetition penalty (over prompt, output and draft prefix, as transformers and vLLM), frequency and
-    presence penalties (over output and draft prefix, as OpenAI), logit bias, `min_tokens` (EOS and stop ids become
-    -inf), grammar (what it refuses becomes -inf), temperature, top-k, top-p, min-p. Greedy requests skip the last
-    four: they cannot change the argmax.
+    presence penalties (over output and draft prefix, as OpenAI), logit bias, bad words (what would complete one
+    becomes -inf), `min_tokens` (EOS and stop ids become -inf), grammar (what it refuses becomes -inf), temperature,
+    top-k, top-p, min-p. Greedy requests skip the last four: they cannot change the argmax.
     Tokens as likely as the last one kept are kept too, so the result does not depend on a sorting order. Ids outside
     the vocabulary of `logits` (a draft model's may be smaller) are skipped.
 
@@ -287,6 +297,9 @@ def shape_logits(
         shaped = shaped.clone() if shaped is logits else shaped
         bias = torch.tensor(list(biases.values()), dtype=torch.float32, device=logits.device)
         shaped[:, list(biases)] += bias
+    if sampling.bad_words:
+        shaped = shaped.clone() if shaped is logits else shaped
+        _forbid_words(shaped, sequence, draft_token_ids)
     first_index = sequence.num_output_tokens + len(draft_token_ids) + 1 - logits.shape[0]
     if first_index < sampling.min_tokens:
         shaped = shaped.clone() if shaped is logits else shaped
@@ -328,6 +341,20 @@ def _penalize(logits: torch.Tensor, sequence: Sequence, draft_token_ids: Sequenc
     seen = torch.where(torch.from_numpy(in_prompt | (counts > 0)).to(device), repeated, seen)
     penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
     logits[:, where] = seen - torch.from_numpy(penalties.astype(np.float32)).to(device)
+
+
+def _forbid_words(logits: torch.Tensor, sequence: Sequence, draft_token_ids: SequenceOf[int]) -> None:
+    """Give -inf in place to each token that would complete a bad word at the end of the output and draft prefix."""
+    words = [word for word in sequence.sampling.bad_words if word[-1] < logits.shape[1]]
+    longest = max(map(len, words), default=1)
+    num_rows = logits.shape[0]
+    num_before = len(draft_token_ids) + 1 - num_rows  # draft tokens before the first row
+    start = max(sequence.num_prompt_tokens, len(sequence.token_ids) + num_before - longest + 1)
+    tail = [*sequence.token_ids[start:], *draft_token_ids]
+    for row in range(num_rows):
+        before = tail[: len(tail) - (num_rows - 1 - row)]
+        completing = [word[-1] for word in words if before[len(before) - len(word) + 1 :] == list(word[:-1])]
+        logits[row, completing] = -math.inf
 
 
 def _keep_allowed(

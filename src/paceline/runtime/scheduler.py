@@ -18,6 +18,7 @@ from paceline.runtime.kv_cache import KVCache, OutOfBlocks
 from paceline.runtime.sequence import Sequence
 
 _NO_DRAFT = Draft()
+MAX_LOGPROB_ROWS = 64  # of a prompt in one step: a row of logits takes 0.6 MB at a vocabulary of 150,000
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,17 @@ class Turn:
     @property
     def num_rows(self) -> int:
         return self.num_known + len(self.draft)
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows at the end of this turn whose logits are wanted: those that judge the draft and give the token after
+        it, and those that give log-probabilities of the prompt."""
+        wanted = (1 + len(self.draft)) if self.yields_token else 0
+        first_missing = self.sequence.num_prompt_tokens - self.sequence.num_prompt_logprobs_missing
+        if first_missing < self.sequence.num_prompt_tokens:
+            # The row before a token gives its log-probability.
+            wanted = max(wanted, self.sequence.num_computed_tokens + self.num_rows - (first_missing - 1))
+        return min(wanted, self.num_rows)
 
 
 def total_tokens(sequence: Sequence) -> int:
@@ -111,7 +123,7 @@ class Scheduler:
         """
         while self.waiting and not self._blocked and len(self.running) < self._max_running:
             sequence = self.waiting[0]
-            if not self._admit(sequence, *self._kv_cache.match_prefix(sequence.token_ids)):
+            if not self._admit(sequence, *self._cached_prefix(sequence)):
                 self._blocked = True
                 break
             self.waiting.pop(0)
@@ -120,6 +132,12 @@ class Scheduler:
         num_prefill = sum(map(num_missing, self.running)) - len(decoding)
         most_prefill = (free_rows + 1) // 2 if self._enable_chunked_prefill else free_rows
         return decoding, free_rows - min(num_prefill, most_prefill)
+
+    def _cached_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Blocks that hold the beginning of the sequence; none where the logits of the prompt are wanted."""
+        if sequence.num_prompt_logprobs_missing:
+            return [], 0
+        return self._kv_cache.match_prefix(sequence.token_ids, sequence.request.cache_salt)
 
     def allot(self, decoding: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Turn]:
         """Give out the rows of this step, and the KV blocks for them.
@@ -156,6 +174,8 @@ class Scheduler:
         for sequence in prompts:
             missing = num_missing(sequence)
             num_rows = min(missing, rows_left)
+            if sequence.num_prompt_logprobs_missing and self._enable_chunked_prefill:
+                num_rows = min(num_rows, MAX_LOGPROB_ROWS)
             whole = num_rows == missing
             # A preempted sequence can be longer than any step: it comes back in pieces even where prompts may not.
             if num_rows == 0 or not (whole or self._enable_chunked_prefill or num_rows == self._row_budget):

@@ -6,7 +6,9 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from paceline.runtime.drafting.prediction import PredictionTracker
 from paceline.runtime.grammar import GrammarMatcher
+from paceline.runtime.logprobs import TokenLogprobs
 from paceline.runtime.sampling import SamplingParams
 
 
@@ -27,13 +29,19 @@ class SpeculationParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, already tokenised, and how to continue it. `request_id` is unique among unfinished requests."""
+    """One prompt, already tokenised, and how to continue it. `request_id` is unique among unfinished requests.
+
+    Requests of different `cache_salt` share nothing: neither cached prefixes nor the corpus that drafts come from.
+    `prediction_token_ids` is what the output may look like, the first source of drafts.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     priority: int = 0  # lower runs first
+    cache_salt: str | None = None
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -69,8 +77,12 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
-        self.origins: list[str] = []  # per output token: "target" | "draft" | "suffix" | "forced"
+        self.origins: list[str] = []  # per output token: "target", or its draft's source
         self.grammar: GrammarMatcher | None = None  # of `sampling.grammar`, past the output tokens
+        self.prediction = PredictionTracker(request.prediction_token_ids) if request.prediction_token_ids else None
+        # What `sampling.prompt_logprobs` asks for, as far as it is computed; None: nothing. The first token has none.
+        wanted = index == 0 and self.sampling.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wanted else None
         self.finish_reason: FinishReason | None = None
         self.stats = SequenceStats()
 
@@ -81,6 +93,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_prompt_logprobs_missing(self) -> int:
+        """Prompt tokens whose log-probabilities are wanted and not computed yet."""
+        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - len(self.prompt_logprobs)
 
     @property
     def finished(self) -> bool:

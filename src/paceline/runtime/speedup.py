@@ -68,6 +68,13 @@ class CostTable:
         return num_draft_tokens * self.draft_seconds + self.step_seconds(num_draft_tokens + 1) + self.overhead_seconds
 
 
+def cheapest_num_rows(costs: CostTable, tolerance: float = 0.05) -> int:
+    """The fewest rows of a step whose seconds a row are within `tolerance` of the least measured: where nearly every
+    draft token is accepted, more of them in a round bring nothing but longer rounds."""
+    per_row = {rows: seconds / rows for rows, seconds in costs.target_seconds.items()}
+    return min(rows for rows, seconds in per_row.items() if seconds <= min(per_row.values()) * (1.0 + tolerance))
+
+
 def speedup(acceptance_rates: SequenceOf[float], costs: CostTable) -> float:
     """E(γ) · v(1) / (γ·d + v(γ+1) + overhead), γ = len(acceptance_rates): how many times faster than plain decoding."""
     return expected_tokens(acceptance_rates) * costs.step_seconds(1) / costs.round_seconds(len(acceptance_rates))

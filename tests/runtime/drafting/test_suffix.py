@@ -186,3 +186,27 @@ class TestCorpus:
         drafter = SuffixDrafter(0, 2)
         drafter.propose([make_sequence("a", [1, 2, 3, 1, 2])], [1])
         assert drafter.propose([make_sequence("a", [1, 2, 4, 1, 2])], [1])[0].token_ids == [4]
+
+
+def salted(request_id: str, salt: str | None, prompt, output=()) -> Sequence:
+    sequence = Sequence(Request(request_id, tuple(prompt), SamplingParams(), cache_salt=salt))
+    sequence.token_ids.extend(output)
+    return sequence
+
+
+def test_tenants_do_not_see_each_others_outputs():
+    drafter = SuffixDrafter(1000, 2)
+    finish(drafter, salted("a", "one", [1, 2], [3, 4, 5, 6]))
+    for salt, drafted in (("one", [5, 6]), ("two", []), (None, [])):
+        draft, _ = drafter.lookup(salted(f"b{salt}", salt, [7, 3, 4]), 2)
+        assert draft.token_ids == drafted
+    finish(drafter, salted("c", None, [1, 2], [3, 4, 8, 9]))
+    assert drafter.lookup(salted("d", None, [7, 3, 4]), 2)[0].token_ids == [8, 9]
+    assert drafter.lookup(salted("e", "one", [7, 3, 4]), 2)[0].token_ids == [5, 6]
+
+
+def test_the_bound_holds_over_all_tenants_together():
+    drafter = SuffixDrafter(100, 2)
+    for number in range(60):
+        finish(drafter, salted(f"r{number}", f"tenant {number % 12}", [1, 2], range(10, 10 + number % 40 + 1)))
+        assert 0 < drafter.num_corpus_tokens <= 100

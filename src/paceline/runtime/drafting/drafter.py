@@ -23,7 +23,7 @@ class Draft:
 
     token_ids: list[int] = field(default_factory=list)
     probabilities: torch.Tensor | None = None
-    source: str = "none"  # "draft" | "suffix" | "forced": where the tokens came from, for metrics and colours
+    source: str = "none"  # "draft" | "suffix" | "forced" | "prediction": where from, for metrics and colours
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -93,7 +93,8 @@ class ModelDrafter:
         for job in jobs:
             cached = job.cached
             num_known_computed = min(cached.num_computed_tokens, cached.num_known_tokens)
-            self._kv_cache.publish(cached.block_table, job.sequence.token_ids, num_known_computed)
+            salt = job.sequence.request.cache_salt
+            self._kv_cache.publish(cached.block_table, job.sequence.token_ids, num_known_computed, salt)
             if cached.draft_token_ids:
                 probabilities = torch.stack(job.probabilities) if job.probabilities else None
                 drafts[job.index] = Draft(list(cached.draft_token_ids), probabilities, "draft")
@@ -115,7 +116,8 @@ class ModelDrafter:
             return None
         cached = self._cached.get(sequence.sequence_id)
         if cached is None:
-            cached = _Cached(*self._kv_cache.match_prefix(token_ids), num_known_tokens=len(token_ids))
+            prefix = self._kv_cache.match_prefix(token_ids, sequence.request.cache_salt)
+            cached = _Cached(*prefix, num_known_tokens=len(token_ids))
             self._cached[sequence.sequence_id] = cached
         num_valid = cached.num_known_tokens
         for token_id in cached.draft_token_ids:

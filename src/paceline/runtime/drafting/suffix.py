@@ -7,6 +7,7 @@ first, and the longest match among them wins.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,13 +88,31 @@ class MatchIndex:
         self._key = key
 
 
+class _Corpus:
+    """Past outputs of one tenant, in two halves: where the newer is full, the older is dropped."""
+
+    def __init__(self, min_match: int):
+        self._min_match = min_match
+        self.older = MatchIndex([], min_match)
+        self.newer = MatchIndex([], min_match)
+
+    def __len__(self) -> int:
+        return len(self.older.tokens) + len(self.newer.tokens)
+
+    def add(self, tokens: list[int], max_half_tokens: int) -> None:
+        if len(self.newer.tokens) + len(tokens) > max_half_tokens:
+            self.older, self.newer = self.newer, MatchIndex([], self._min_match)
+        self.newer.tokens.extend(tokens)
+
+
 class SuffixDrafter:
     """Proposes the continuation of the longest, most recent match of a sequence's last tokens.
 
     `max_corpus_tokens` bounds the tokens of past outputs kept (0 keeps none); the older half of them is dropped when
-    the bound is reached. `min_match` is the fewest tokens that count as a match. An index is built at the first
-    proposal for a sequence, so a sequence never drafted for costs nothing and leaves nothing in the corpus. A proposal
-    is determined by the context and the corpus: q is one-hot.
+    the bound is reached. Requests of one `cache_salt` (a tenant) see their own past outputs only; where the bound is
+    reached by all together, those unused the longest go first. `min_match` is the fewest tokens that count as a match.
+    An index is built at the first proposal for a sequence, so a sequence never drafted for costs nothing and leaves
+    nothing in the corpus. A proposal is determined by the context and the corpus: q is one-hot.
     """
 
     def __init__(self, max_corpus_tokens: int, min_match: int):
@@ -102,15 +121,14 @@ class SuffixDrafter:
         if max_corpus_tokens < 0:
             raise ValueError(f"max_corpus_tokens must not be negative, got {max_corpus_tokens}")
         self._min_match = min_match
-        self._max_half_tokens = max_corpus_tokens // 2
+        self._max_corpus_tokens = max_corpus_tokens
         self._indexes: dict[str, MatchIndex] = {}  # by sequence_id
-        self._older = MatchIndex([], min_match)
-        self._newer = MatchIndex([], min_match)
+        self._corpora: OrderedDict[str | None, _Corpus] = OrderedDict()  # by salt, the least recently used first
 
     @property
     def num_corpus_tokens(self) -> int:
         """Tokens of past outputs kept, separators included; never more than max_corpus_tokens."""
-        return len(self._older.tokens) + len(self._newer.tokens)
+        return sum(map(len, self._corpora.values()))
 
     def propose(self, sequences: SequenceOf[Sequence], limits: SequenceOf[int]) -> list[Draft]:
         return [self.lookup(sequence, limit)[0] for sequence, limit in zip(sequences, limits, strict=True)]
@@ -123,7 +141,8 @@ class SuffixDrafter:
         if own is None or own.tokens is not sequence.token_ids:
             own = self._indexes[sequence.sequence_id] = MatchIndex(sequence.token_ids, self._min_match)
         best, source = own.longest_match(sequence.token_ids), own
-        for index in (self._newer, self._older):
+        corpus = self._corpora.get(sequence.request.cache_salt)
+        for index in (corpus.newer, corpus.older) if corpus is not None else ():
             match = index.longest_match(sequence.token_ids)
             if match is not None and (best is None or match.length > best.length):
                 best, source = match, index
@@ -147,11 +166,14 @@ class SuffixDrafter:
 
     def _remember(self, sequence: Sequence) -> None:
         """Add an output, with the end of its prompt for its first tokens to be found by."""
-        room = self._max_half_tokens - 1
+        room = self._max_corpus_tokens // 2 - 1
         if room < 1:
             return
         start = max(0, sequence.num_prompt_tokens - MAX_MATCH)
         output = [*sequence.token_ids[start:][-room:], _SEPARATOR]
-        if len(self._newer.tokens) + len(output) > self._max_half_tokens:
-            self._older, self._newer = self._newer, MatchIndex([], self._min_match)
-        self._newer.tokens.extend(output)
+        salt = sequence.request.cache_salt
+        corpus = self._corpora.setdefault(salt, _Corpus(self._min_match))
+        self._corpora.move_to_end(salt)
+        corpus.add(output, self._max_corpus_tokens // 2)
+        while self.num_corpus_tokens > self._max_corpus_tokens:
+            self._corpora.popitem(last=False)
