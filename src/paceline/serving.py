@@ -38,6 +38,7 @@ def served_model(opened: OpenEngine) -> ServedModel:
         special_tokens=manifest.special_tokens,
         method=manifest.method,
         num_draft_tokens=manifest.num_draft_tokens,
+        fingerprint=f"paceline-{manifest.key[:12]}",
     )
 
 

@@ -51,8 +51,8 @@ class TestParams:
             ("logit_bias", dict.fromkeys(range(1025), 0.0)), ("stop_token_ids", (5,) * 1025), ("stop", ("x",) * 1025),
             ("max_tokens", 0), ("max_tokens", -1), ("min_tokens", -1), ("n", 0), ("n", 129), ("logprobs", -1),
             ("logprobs", 21), ("prompt_logprobs", 21), ("bad_words", ((),)), ("bad_words", ((1, -1),)),
-            ("bad_words", [(1,)]), ("skip_special_tokens", None), ("ignore_eos", "no"),
-            ("include_stop_str_in_output", 1),
+            ("bad_words", [(1,)]), ("allowed_token_ids", ()), ("allowed_token_ids", (-1,)), ("ignore_eos", "no"),
+            ("skip_special_tokens", None), ("include_stop_str_in_output", 1),
         ],
     )  # fmt: skip
     def test_refused_by_name_with_the_value_and_a_hint(self, field, value):
@@ -341,3 +341,10 @@ def test_bad_words_never_become_part_of_the_output(words, output, draft, data):
             after = [*text, token_id]
             forbidden = any(tuple(after[-len(word) :]) == word and len(word) <= len(after) for word in words)
             assert (float(shaped[row, token_id]) == -math.inf) == forbidden
+
+
+def test_only_allowed_tokens_are_left():
+    logits = random_logits(2, 6)
+    shaped = shape_logits(logits, make_sequence(SamplingParams(allowed_token_ids=(1, 4, 99), temperature=0)), [2], [])
+    assert torch.equal(shaped[:, [1, 4]], logits[:, [1, 4]])
+    assert bool((shaped[:, [0, 2, 3, 5]] == -math.inf).all())

@@ -146,7 +146,7 @@ def test_token_details(server):
         ({"prompt": "x", "temperature": "hot"}, "temperature", 400),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", 400),
         ({"prompt": "x", "suffix": "y"}, "suffix", 400),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", 400),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", 400),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", 400),
         ({"prompt": "x", "model": "other"}, "model", 404),
         ({"prompt": "x", "speculation": {"method": "draft"}}, None, 400),

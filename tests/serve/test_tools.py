@@ -32,7 +32,7 @@ WEATHER = {
         },
     },
 }
-CLOCK = {"type": "function", "function": {"name": "clock"}}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
 TOOLS = [WEATHER, CLOCK]
 ARGUMENTS = '{"city": "Oslo", "note": "a \\"}</tool_call>\\" {["}'
 
@@ -97,6 +97,25 @@ def test_grammar_of_calls_that_must_come(choice, parallel, tool_format, accepted
     matcher = Grammars(TOKENIZER, VOCAB_SIZE, [EOS]).matcher(spec)
     assert matcher.permitted(list(accepted.encode())) == len(accepted)
     assert matcher.permitted(list(refused.encode())) < len(refused)
+
+
+ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("function", "accepted", "refused"),
+    [
+        ({"name": "add", "parameters": ADD}, '{"a": 1, "b": 2}', '{"a": 1, "b": 2, "c": 1}'),
+        ({"name": "add", "parameters": ADD, "strict": True}, '{"a": 1, "b": 2}', '{"a": 1, "b": 2, "c": 1}'),
+        ({"name": "add", "parameters": ADD, "strict": False}, '{"a": 1, "b": 2, "c": 1}', '{"a": 1}'),
+        ({"name": "add"}, "{}", '{"a": 1}'),
+    ],
+)
+def test_arguments_are_those_the_tool_lists(function, accepted, refused):
+    spec = grammar_from_tools([{"type": "function", "function": function}], "required", False, "llama3")
+    for text, all_of_it in ((accepted, True), (refused, False)):
+        ids = TOKENIZER.encode(f'{{"name": "add", "parameters": {text}}}').ids
+        assert (Grammars(TOKENIZER, VOCAB_SIZE, [EOS]).matcher(spec).permitted(ids) == len(ids)) == all_of_it
 
 
 def test_tags_that_are_tokens():

@@ -256,6 +256,7 @@ class Engine:
         output.prompt_logprobs = sequence.prompt_logprobs if is_first else None
         if sequence.prediction is not None:
             sequence.prediction.advance(output.token_ids)
+            sequence.stats.num_matched_tokens = sequence.prediction.num_matched
 
         sequence.num_computed_tokens = min(num_before + verdict.num_accepted, len(sequence.token_ids))
         self._publish(sequence)

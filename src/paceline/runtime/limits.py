@@ -85,6 +85,7 @@ class Admission:
     def _check_token_ids(self, request: Request) -> None:
         sampling = request.sampling
         lists = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
+        lists |= {"allowed_token_ids": sampling.allowed_token_ids or ()}
         lists |= {"bad_words": [i for w in sampling.bad_words for i in w], "prediction": request.prediction_token_ids}
         for field, token_ids in lists.items():
             for token_id in token_ids:

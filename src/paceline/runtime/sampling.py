@@ -60,8 +60,9 @@ class SamplingParams:
 
     Out-of-range or mistyped values raise RequestError naming the field. `top_k` 0 or -1 is off. `logprobs` counts the
     alternatives returned besides the chosen token; None returns none at all; `prompt_logprobs` is the same for tokens
-    of the prompt. `bad_words` are runs of token ids, none of which becomes part of the output. With a `grammar` the
-    output ends where the grammar is complete, which leaves `min_tokens` and `ignore_eos` no meaning: both are refused.
+    of the prompt. `bad_words` are runs of token ids, none of which becomes part of the output; it is made of
+    `allowed_token_ids` (None: of all). With a `grammar` the output ends where the grammar is complete, which leaves
+    `min_tokens` and `ignore_eos` no meaning: both are refused.
     """
 
     temperature: float = 1.0
@@ -72,6 +73,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -98,7 +100,11 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_number("logit_bias", token_id, int, 0, _INT64)
             _check_number("logit_bias", bias, float, -100.0, 100.0)
-        for name, token_ids in (("stop_token_ids", self.stop_token_ids), *(("bad_words", w) for w in self.bad_words)):
+        allowed = self.allowed_token_ids
+        if allowed is not None and not (isinstance(allowed, tuple) and allowed):
+            raise _refusal("allowed_token_ids", "a tuple of at least one token id", allowed)
+        lists = [("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", allowed or ())]
+        for name, token_ids in (*lists, *(("bad_words", word) for word in self.bad_words)):
             for token_id in token_ids:
                 _check_number(name, token_id, int, 0, _INT64)
         if not all(self.bad_words):
@@ -279,9 +285,9 @@ def shape_logits(
     but the last draft token, and so on: with k = len(draft) + 1, row i follows known + draft[:i].
 
     In this order: repetition penalty (over prompt, output and draft prefix, as transformers and vLLM), frequency and
-    presence penalties (over output and draft prefix, as OpenAI), logit bias, bad words (what would complete one
-    becomes -inf), `min_tokens` (EOS and stop ids become -inf), grammar (what it refuses becomes -inf), temperature,
-    top-k, top-p, min-p. Greedy requests skip the last four: they cannot change the argmax.
+    presence penalties (over output and draft prefix, as OpenAI), logit bias, allowed tokens (others become -inf), bad
+    words (what would complete one becomes -inf), `min_tokens` (EOS and stop ids become -inf), grammar (what it refuses
+    becomes -inf), temperature, top-k, top-p, min-p. Greedy requests skip the last four: they cannot change the argmax.
     Tokens as likely as the last one kept are kept too, so the result does not depend on a sorting order. Ids outside
     the vocabulary of `logits` (a draft model's may be smaller) are skipped.
 
@@ -297,6 +303,11 @@ def shape_logits(
         shaped = shaped.clone() if shaped is logits else shaped
         bias = torch.tensor(list(biases.values()), dtype=torch.float32, device=logits.device)
         shaped[:, list(biases)] += bias
+    if sampling.allowed_token_ids is not None:
+        allowed = [i for i in sampling.allowed_token_ids if i < logits.shape[1]]
+        kept = torch.full_like(logits, -math.inf)
+        kept[:, allowed] = shaped[:, allowed]
+        shaped = kept
     if sampling.bad_words:
         shaped = shaped.clone() if shaped is logits else shaped
         _forbid_words(shaped, sequence, draft_token_ids)

@@ -57,6 +57,7 @@ class SequenceStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_matched_tokens: int = 0  # output tokens that came as the request's prediction has them
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
 

@@ -16,17 +16,28 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from paceline.errors import PacelineError, RequestError, RequestTimeoutError
+from paceline.errors import PacelineError, RequestTimeoutError
 from paceline.runtime.engine import Engine
 from paceline.serve.access import Access, ServeOptions
-from paceline.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from paceline.serve.openai_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.serve.answers import Answer
+from paceline.serve.chat_answers import ChatAnswer
+from paceline.serve.chat_requests import chat_job
+from paceline.serve.completion_answers import CompletionAnswer
+from paceline.serve.completion_requests import completion_job
+from paceline.serve.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from paceline.serve.problems import AsciiJSONResponse, error_body, error_response, on_error, on_surprise
 from paceline.serve.prometheus import CONTENT_TYPE, exposition
-from paceline.serve.requests import Job, ServedModel, chat_job, completion_job
+from paceline.serve.requests import Job, ServedModel, check_model
 from paceline.serve.worker import EngineWorker, Stream
 
 PAGE = Path(__file__).parent / "page"
@@ -34,21 +45,13 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class AsciiJSONResponse(JSONResponse):
-    """JSON that any text survives, lone surrogates included."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 class _EventResponse(StreamingResponse):
     """Server-sent events. The stream is closed whatever happens, even if the client left before the first event."""
 
-    def __init__(self, served: _Served, include_usage: bool, headers: dict[str, str]):
-        super().__init__(_events(served, include_usage), media_type="text/event-stream", headers=headers)
+    def __init__(self, served: _Served, options: StreamOptions, headers: dict[str, str]):
+        super().__init__(_events(served, options), media_type="text/event-stream", headers=headers)
         self._stream = served.stream
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -73,8 +76,8 @@ def create_app(model: ServedModel, worker: EngineWorker, options: ServeOptions) 
     app = FastAPI(title="Paceline", summary="OpenAI-compatible completions with speculative decoding.",
                   docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse)  # fmt: skip
     for kind in (PacelineError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, _on_error)
-    app.add_exception_handler(Exception, _on_surprise)
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(Exception, on_surprise)
     _add_information(app, model, worker)
     _add_generation(app, model, worker, options)
     if options.page and (PAGE / "index.html").is_file():
@@ -82,7 +85,7 @@ def create_app(model: ServedModel, worker: EngineWorker, options: ServeOptions) 
     if options.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["GET", "POST"],
                            allow_headers=["*"], expose_headers=["x-paceline-speculation", "x-request-id"])  # fmt: skip
-    app.add_middleware(Access, options=options, respond=_error_response)
+    app.add_middleware(Access, options=options, respond=error_response)
     return app
 
 
@@ -123,11 +126,13 @@ def _add_information(app: FastAPI, model: ServedModel, worker: EngineWorker) -> 
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Any:
+        check_model(body.model, model)
         ids = model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
         return {"tokens": ids, "count": len(ids), "max_model_len": model.max_seq_len}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Any:
+        check_model(body.model, model)
         return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
@@ -135,12 +140,12 @@ def _add_generation(app: FastAPI, model: ServedModel, worker: EngineWorker, opti
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletionRequest, request: Request) -> Response:
         job = chat_job(body, model)
-        return await serve(job, ChatAnswer(job, model, body.return_token_details), body, request)
+        return await serve(job, ChatAnswer(job, model), body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         job = completion_job(body, model)
-        return await serve(job, CompletionAnswer(job, model, body.return_token_details), body, request)
+        return await serve(job, CompletionAnswer(job, model), body, request)
 
     async def serve(job: Job, answer: Answer, body: Any, request: Request) -> Response:
         await _compile_grammar(worker, job)
@@ -150,9 +155,8 @@ def _add_generation(app: FastAPI, model: ServedModel, worker: EngineWorker, opti
         served = _Served(job, stream, answer, deadline)
         headers = {"x-request-id": answer.head["id"]}
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
             headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
-            return _EventResponse(served, usage, headers)
+            return _EventResponse(served, body.stream_options or StreamOptions(), headers)
         await _whole(served, request)
         whole = answer.body()
         headers["x-paceline-speculation"] = json.dumps(whole["usage"]["speculation"], separators=(",", ":"))
@@ -221,53 +225,24 @@ async def _whole(served: _Served, request: Request) -> None:
         served.stream.close()
 
 
-async def _events(served: _Served, include_usage: bool) -> AsyncIterator[str]:
+async def _events(served: _Served, options: StreamOptions) -> AsyncIterator[str]:
+    answer = served.answer
     try:
         async for chunk in _outputs(served):
-            yield _event(chunk | ({"usage": None} if include_usage else {}))
-        if include_usage:
-            yield _event(served.answer.chunk([]) | {"usage": served.answer.usage()})
+            if options.continuous_usage_stats:
+                chunk["usage"] = answer.used.body()
+            elif options.include_usage:
+                chunk["usage"] = None
+            yield _event(chunk)
+        if options.include_usage:
+            yield _event(answer.chunk([]) | {"usage": answer.used.body()})
         yield "data: [DONE]\n\n"
     except PacelineError as error:  # the status line has been sent: an event must say it
-        yield _event(_error_body(error.http_status, error.message, error.hint, None))
+        yield _event(error_body(error.http_status, error.message, error.hint, None))
 
 
 def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"] if part != "body")
-        unknown = first["type"] == "extra_forbidden"
-        what = f"`{path}` is not a parameter of this endpoint" if unknown else f"`{path}`: {first['msg']}"
-        if not path:
-            what = f"the body is no valid JSON object: {first['msg']}"
-        hint = "leave it out, or see the server's /openapi.json for what there is." if unknown else None
-        return _error_response(400, what, hint, path or None)
-    if isinstance(error, HTTPException):
-        return _error_response(error.status_code, str(error.detail), headers=error.headers)
-    param = error.field if isinstance(error, RequestError) else None
-    headers = {"retry-after": "1"} if error.http_status == 429 else None
-    return _error_response(error.http_status, error.message, error.hint, param, headers=headers)
-
-
-async def _on_surprise(request: Request, error: Exception) -> Response:
-    return _error_response(500, f"an unexpected {type(error).__name__}: this is a bug in the server")
-
-
-def _error_response(
-    status: int, message: str, hint: str | None = None, param: str | None = None, headers: Any = None
-) -> Response:
-    return AsciiJSONResponse(_error_body(status, message, hint, param), status_code=status, headers=headers)
-
-
-def _error_body(status: int, message: str, hint: str | None, param: str | None) -> dict[str, Any]:
-    """OpenAI's error object, which its clients turn into exceptions."""
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    text = message if hint is None else f"{message}\n\nhint: {hint}"
-    return {"error": {"message": text, "type": kind, "param": param, "code": None}}
 
 
 def _statistics(engine: Engine, worker: EngineWorker, model: ServedModel) -> dict[str, Any]:

@@ -83,12 +83,17 @@ def render_chat(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     **variables: Any,
 ) -> str:
     """The prompt for `messages` ({role, content} each), ending where the assistant's answer begins.
 
-    `variables` (tools, enable_thinking, ...) are passed on to the template. Raises RequestError if the model has no
-    template, or if the template refuses the messages or fails on them.
+    Without `add_generation_prompt` it ends after the last message; with `continue_final_message` (which wants it
+    False) within it, after its content, as transformers has it. `variables` (tools, enable_thinking, ...) are passed on
+    to the template. Raises RequestError if the model has no template, or if the template refuses the messages or fails
+    on them.
     """
     if template is None:
         raise RequestError(
@@ -98,10 +103,8 @@ def render_chat(
         )
     try:
         steps_left = iter(range(MAX_LOOP_STEPS))
-        return _compile(template).render(
-            {**special_tokens, **variables, "messages": list(messages), "add_generation_prompt": True},
-            _steps_left=steps_left,
-        )
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        text = _compile(template).render({**special_tokens, **variables, **given}, _steps_left=steps_left)
     except _TemplateRefusal as error:
         raise RequestError(f"the chat template refuses `messages`: {error}", field="messages") from error
     except Exception as error:  # whatever a stranger's code may raise
@@ -110,3 +113,19 @@ def render_chat(
             hint="check that each message has a `role` and a `content` the model knows.",
             field="messages",
         ) from error
+    return _open_ended(text, messages[-1]) if continue_final_message else text
+
+
+def _open_ended(text: str, last: Mapping[str, Any]) -> str:
+    """A rendered conversation up to the end of its last message's content."""
+    content = last.get("content") or ""
+    place = text.rfind(content.strip())
+    if not content.strip() or place < 0:
+        raise RequestError(
+            "`continue_final_message` needs a last message with text that the chat template shows.",
+            hint="send the beginning of the answer as the last message, with the role `assistant`.",
+            field="continue_final_message",
+        )
+    # Templates that strip a message's blanks leave it without those at its end.
+    whole = content.lstrip()
+    return text[: place + len(whole)] if text[place:].startswith(whole) else text[: place + len(content.strip())]

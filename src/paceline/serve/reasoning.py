@@ -41,6 +41,10 @@ class ReasoningSplitter:
         self._pending_blanks = ""
         self._at_beginning = True  # of the current part, where blanks are dropped
 
+    @property
+    def in_thought(self) -> bool:
+        return self._state == "thought"
+
     def feed(self, text: str) -> ReasoningDelta:
         if self._state == "content" and not self._at_beginning:
             return ReasoningDelta(content=text)

@@ -1,6 +1,7 @@
 """From a request body to the grammar of its output: `response_format`, vLLM's `guided_*` and `structured_outputs`.
 
-Knows those parameters' shapes. Knows nothing of tokens, or of tools (`tools.py`).
+Schemas are strict: an object has no properties but those its schema lists (`json_schema.py`), unless it says otherwise
+or `strict` is false. Knows those parameters' shapes. Knows nothing of tokens, or of tools (`tools.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from paceline.errors import RequestError
 from paceline.runtime.grammar import GrammarSpec
+from paceline.serve.json_schema import closed
 
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -53,7 +55,8 @@ def _from_response_format(value: Any) -> GrammarSpec | None:
         raise _malformed(f"{field}.json_schema", 'an object with a "schema"', wrapper)
     if not isinstance(wrapper.get("strict"), bool | None):
         raise _malformed(f"{field}.json_schema.strict", "true or false", wrapper["strict"])
-    return _spec("json_schema", wrapper.get("schema", {"type": "object"}), f"{field}.json_schema.schema")
+    strict = wrapper.get("strict") is not False
+    return _spec("json_schema", wrapper.get("schema", {"type": "object"}), f"{field}.json_schema.schema", strict)
 
 
 def _from_structured_outputs(value: Any) -> GrammarSpec:
@@ -70,8 +73,8 @@ def _from_structured_outputs(value: Any) -> GrammarSpec:
     return GrammarSpec("json_object", field=field)
 
 
-def _spec(kind: str, value: Any, field: str) -> GrammarSpec:
-    """`value` in the form a GrammarSpec of `kind` has."""
+def _spec(kind: str, value: Any, field: str, strict: bool = True) -> GrammarSpec:
+    """`value` in the form a GrammarSpec of `kind` has. `strict`: objects have no properties but those listed."""
     if kind == "json_schema":
         if isinstance(value, str):
             try:
@@ -82,7 +85,7 @@ def _spec(kind: str, value: Any, field: str) -> GrammarSpec:
                 ) from error
         if not isinstance(value, Mapping):
             raise _malformed(field, "a JSON schema (an object)", value)
-        return GrammarSpec("json_schema", json.dumps(value), field)
+        return GrammarSpec("json_schema", json.dumps(strict_schema(value, field) if strict else value), field)
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
             raise _malformed(field, "a list of non-empty strings, at least one", value)
@@ -90,6 +93,14 @@ def _spec(kind: str, value: Any, field: str) -> GrammarSpec:
     if not isinstance(value, str) or not value:
         raise _malformed(field, "a non-empty string", value)
     return GrammarSpec(kind, value, field)
+
+
+def strict_schema(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """`closed(schema)`; raises RequestError naming `field` where it is nested too deeply."""
+    try:
+        return closed(schema)
+    except RecursionError as error:
+        raise RequestError(f"`{field}` is nested too deeply.", "send a flatter schema", field=field) from error
 
 
 def _malformed(field: str, wanted: str, value: Any) -> RequestError:

@@ -17,10 +17,11 @@ import tokenizers
 from paceline.errors import RequestError
 from paceline.runtime.grammar import GrammarSpec
 from paceline.serve.reasoning import held_back
+from paceline.serve.structured import strict_schema
 
 ToolFormat = Literal["hermes", "llama3"]
 _OPEN, _CLOSE, _PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-_ANY_OBJECT = {"type": "object"}
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ def grammar_from_tools(
     tags_are_tokens: bool = False,
 ) -> GrammarSpec | None:
     """The grammar of an output that must be calls (`tool_choice` "required", or one by name), with arguments by each
-    tool's schema. None where the model is free ("auto", "none", no tools); with "auto" its calls are read as they are.
-    `tags_are_tokens`: the tokenizer has `<tool_call>` and `</tool_call>` as tokens of their own (`has_tag_tokens`).
+    tool's schema, and no others (unless its `strict` is false). None where the model is free ("auto", "none", no
+    tools); with "auto" its calls are read as they are. `tags_are_tokens`: the tokenizer has `<tool_call>` and
+    `</tool_call>` as tokens of their own (`has_tag_tokens`).
 
     Raises RequestError naming `tools` or `tool_choice` for what is not there.
     """
@@ -132,7 +134,10 @@ def _lark(
         "call: " + " | ".join(f"call_{index}" for index in range(len(functions))),
     ]
     for index, function in enumerate(functions):
-        schema = {**(function.get("parameters") or _ANY_OBJECT), "x-guidance": options}
+        schema = function.get("parameters") or _NO_PARAMETERS
+        if function.get("strict") is not False:
+            schema = strict_schema(schema, "tools")
+        schema = {**schema, "x-guidance": options}
         head = f'{blank}{{"name": {json.dumps(function["name"])}, "{key}": '
         lines += [
             f"call_{index}: {opening} {json.dumps(head)} arguments_{index} {json.dumps('}' + blank)} {closing}",
