@@ -10,7 +10,8 @@ from servers import running
 from paceline.runtime.drafting.suffix import SuffixDrafter
 
 OPERATIONS = (
-    "POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize", "GET /v1/models",
+    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /tokenize", "POST /detokenize",
+    "GET /v1/models",
     "GET /v1/models/{name}", "GET /health", "GET /ready", "GET /metrics", "GET /stats",
 )  # fmt: skip
 

@@ -324,6 +324,13 @@ def test_messages_of_the_older_form(telling):
     )
 
 
+def test_developers_are_the_system_where_the_template_does_not_know_them(telling):
+    messages = [{"role": "developer", "content": "brief"}, {"role": "user", "content": "x"}]
+    assert prompt_of(telling, messages).startswith("system:brief;user:x;")
+    with running(template=TELLING + "{# developer #}") as knowing:
+        assert prompt_of(knowing, messages).startswith("developer:brief;user:x;")
+
+
 def test_no_extra_keys_in_json_or_arguments(server):
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     formats = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}

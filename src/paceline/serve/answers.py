@@ -7,13 +7,16 @@ module's (`chat_answers.py`, `completion_answers.py`, `response_answers.py`). Kn
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.runtime.logprobs import TokenLogprobs
 from paceline.runtime.output import SequenceOutput
 from paceline.runtime.sequence import FinishReason, SequenceStats
 from paceline.serve.requests import Job, ServedModel
+
+Event = tuple[str | None, dict[str, Any]]  # the name of a server-sent event, None if it needs none, and its data
 
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "stop"}
 
@@ -68,10 +71,15 @@ class Usage:
 
 
 class Answer:
-    """What has come so far of all choices of a job. `add` takes an output and returns what is new of its choice, as the
-    delta of a chunk; `body` is the whole."""
+    """What has come so far of all choices of a job.
+
+    `add` takes an output and returns the events of a stream that tell what is new; `begin` and `end` are those before
+    and after all outputs, `fail` those that tell of an error (none: the stream has no form of its own for it). `body`
+    is the whole.
+    """
 
     kind = ""
+    ends_with_done = True  # a stream ends with the line [DONE]
 
     def __init__(self, job: Job, model: ServedModel):
         self._job, self._model = job, model
@@ -84,16 +92,20 @@ class Answer:
         self._rounds = [0] * total
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # by request id
         self.used = Usage(job, model)
+        self.id = job.requests[0].request_id.removesuffix("-0")
         self.head = {
-            "id": job.requests[0].request_id.removesuffix("-0"),
+            "id": self.id,
             "object": self.kind,
             "created": int(time.time()),
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         } | ({"service_tier": job.service_tier} if job.service_tier else {})
 
-    def add(self, output: SequenceOutput) -> dict[str, Any]:
-        """The chunk for this output: it may have an empty delta."""
+    def begin(self) -> list[Event]:
+        return []
+
+    def add(self, output: SequenceOutput) -> list[Event]:
+        """One chunk: its delta may be empty."""
         index = self._first_choice[output.request_id] + output.index
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[output.request_id] = output.prompt_logprobs
@@ -105,9 +117,23 @@ class Answer:
         if self._job.token_details:
             choice["token_details"] = self._details(index, output)
         self._rounds[index] += 1
-        return self.chunk([choice])
+        chunk = self._chunk([choice])
+        options = self._job.stream_options
+        if options.continuous_usage_stats:
+            chunk["usage"] = self.used.body()
+        elif options.include_usage:
+            chunk["usage"] = None
+        return [(None, chunk)]
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def end(self) -> list[Event]:
+        if not self._job.stream_options.include_usage:
+            return []
+        return [(None, self._chunk([]) | {"usage": self.used.body()})]
+
+    def fail(self, error: PacelineError) -> list[Event]:
+        return []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head, "choices": choices}
 
     def body(self) -> dict[str, Any]:
@@ -158,6 +184,15 @@ class Answer:
 
     def _finished(self, choice: dict[str, Any]) -> dict[str, Any]:
         return choice
+
+
+def logprob_entry(entry: TokenLogprobs, name: Callable[[int], str], text: Callable[[int], str]) -> dict[str, Any]:
+    """A token with its likeliest alternatives, as chats have them. `name` is what to call a token, `text` its text."""
+
+    def one(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": name(token_id), "logprob": logprob, "bytes": list(text(token_id).encode("utf-8", "replace"))}
+
+    return one(entry.token_id, entry.logprob) | {"top_logprobs": [one(*pair) for pair in entry.top]}
 
 
 def speculation_report(all_stats: Iterable[SequenceStats], num_tokens: int, method: str | None) -> dict[str, Any]:

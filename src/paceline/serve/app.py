@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from paceline.errors import PacelineError, RequestTimeoutError
 from paceline.runtime.engine import Engine
 from paceline.serve.access import Access, ServeOptions
-from paceline.serve.answers import Answer
+from paceline.serve.answers import Answer, Event
 from paceline.serve.chat_answers import ChatAnswer
 from paceline.serve.chat_requests import chat_job
 from paceline.serve.completion_answers import CompletionAnswer
@@ -32,12 +32,14 @@ from paceline.serve.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    StreamOptions,
     TokenizeRequest,
 )
 from paceline.serve.problems import AsciiJSONResponse, error_body, error_response, on_error, on_surprise
 from paceline.serve.prometheus import CONTENT_TYPE, exposition
 from paceline.serve.requests import Job, ServedModel, check_model
+from paceline.serve.response_answers import ResponseAnswer
+from paceline.serve.response_requests import response_job
+from paceline.serve.response_types import ResponseRequest
 from paceline.serve.worker import EngineWorker, Stream
 
 PAGE = Path(__file__).parent / "page"
@@ -50,8 +52,8 @@ PAGE_POLICY = (
 class _EventResponse(StreamingResponse):
     """Server-sent events. The stream is closed whatever happens, even if the client left before the first event."""
 
-    def __init__(self, served: _Served, options: StreamOptions, headers: dict[str, str]):
-        super().__init__(_events(served, options), media_type="text/event-stream", headers=headers)
+    def __init__(self, served: _Served, headers: dict[str, str]):
+        super().__init__(_events(served), media_type="text/event-stream", headers=headers)
         self._stream = served.stream
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -147,16 +149,26 @@ def _add_generation(app: FastAPI, model: ServedModel, worker: EngineWorker, opti
         job = completion_job(body, model)
         return await serve(job, CompletionAnswer(job, model), body, request)
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        job = response_job(body, model)
+        return await serve(job, ResponseAnswer(job, model, body), body, request)
+
+    @app.api_route("/v1/responses/{response_id:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def stored_response(response_id: str) -> Response:
+        message = "no response is stored here: `store` is false for all of them, whatever the request says"
+        raise HTTPException(404, message)
+
     async def serve(job: Job, answer: Answer, body: Any, request: Request) -> Response:
         await _compile_grammar(worker, job)
         stream = await worker.submit(job.requests)
         seconds = options.request_timeout_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
         served = _Served(job, stream, answer, deadline)
-        headers = {"x-request-id": answer.head["id"]}
+        headers = {"x-request-id": answer.id}
         if body.stream:
             headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
-            return _EventResponse(served, body.stream_options or StreamOptions(), headers)
+            return _EventResponse(served, headers)
         await _whole(served, request)
         whole = answer.body()
         headers["x-paceline-speculation"] = json.dumps(whole["usage"]["speculation"], separators=(",", ":"))
@@ -181,8 +193,8 @@ async def _compile_grammar(worker: EngineWorker, job: Job) -> None:
         await asyncio.to_thread(grammars.matcher, spec)
 
 
-async def _outputs(served: _Served) -> AsyncIterator[dict[str, Any]]:
-    """A chunk per output. Whatever ends the iteration, the requests are over then."""
+async def _outputs(served: _Served) -> AsyncIterator[list[Event]]:
+    """The events of each output. Whatever ends the iteration, the requests are over then."""
     outputs = aiter(served.stream)
     try:
         while True:
@@ -225,24 +237,28 @@ async def _whole(served: _Served, request: Request) -> None:
         served.stream.close()
 
 
-async def _events(served: _Served, options: StreamOptions) -> AsyncIterator[str]:
+async def _events(served: _Served) -> AsyncIterator[str]:
     answer = served.answer
     try:
-        async for chunk in _outputs(served):
-            if options.continuous_usage_stats:
-                chunk["usage"] = answer.used.body()
-            elif options.include_usage:
-                chunk["usage"] = None
-            yield _event(chunk)
-        if options.include_usage:
-            yield _event(answer.chunk([]) | {"usage": answer.used.body()})
-        yield "data: [DONE]\n\n"
+        for event in answer.begin():
+            yield _event(event)
+        async for events in _outputs(served):
+            for event in events:
+                yield _event(event)
+        for event in answer.end():
+            yield _event(event)
+        if answer.ends_with_done:
+            yield "data: [DONE]\n\n"
     except PacelineError as error:  # the status line has been sent: an event must say it
-        yield _event(error_body(error.http_status, error.message, error.hint, None))
+        told = answer.fail(error) or [(None, error_body(error.http_status, error.message, error.hint, None))]
+        for event in told:
+            yield _event(event)
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+def _event(event: Event) -> str:
+    name, data = event
+    line = "" if name is None else f"event: {name}\n"
+    return f"{line}data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 def _statistics(engine: Engine, worker: EngineWorker, model: ServedModel) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from paceline.runtime.logprobs import TokenLogprobs
 from paceline.runtime.output import SequenceOutput
-from paceline.serve.answers import REASONS, Answer, Usage
+from paceline.serve.answers import REASONS, Answer, Event, Usage, logprob_entry
 from paceline.serve.requests import Job, ServedModel
 
 
@@ -45,8 +44,8 @@ class ChatAnswer(Answer):
         super().__init__(job, model)
         self._readers = [MessageReader(job) for _ in self._choices]
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**super().chunk(choices), "object": f"{self.kind}.chunk"}
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**super()._chunk(choices), "object": f"{self.kind}.chunk"}
 
     def body(self) -> dict[str, Any]:
         return super().body() | self._prompt_fields()
@@ -56,9 +55,10 @@ class ChatAnswer(Answer):
         message = {"role": "assistant", "content": "", "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": None}
 
-    def add(self, output: SequenceOutput) -> dict[str, Any]:
+    def add(self, output: SequenceOutput) -> list[Event]:
         first = not any(self._rounds)
-        return super().add(output) | (self._prompt_fields() if first else {})
+        [(name, chunk)] = super().add(output)
+        return [(name, chunk | (self._prompt_fields() if first else {}))]
 
     def _prompt_fields(self) -> dict[str, Any]:
         """What an answer says of its prompt, once."""
@@ -85,7 +85,8 @@ class ChatAnswer(Answer):
                 delta[key] = delta.get(key, "") + value
         logprobs = None
         if choice["logprobs"] is not None:
-            logprobs = {"content": [self._logprob(entry) for entry in output.logprobs or []], "refusal": None}
+            entries = [logprob_entry(entry, self._token, self._decoded) for entry in output.logprobs or []]
+            logprobs = {"content": entries, "refusal": None}
             choice["logprobs"]["content"] += logprobs["content"]
         if output.finish_reason is not None:
             reason = REASONS[output.finish_reason]
@@ -102,14 +103,6 @@ class ChatAnswer(Answer):
                 function = target.setdefault("function_call", {})
                 function.update({"name": call["function"]["name"]} if "name" in call["function"] else {})
                 function["arguments"] = function.get("arguments", "") + call["function"]["arguments"]
-
-    def _logprob(self, entry: TokenLogprobs) -> dict[str, Any]:
-        top = [self._token_logprob(token_id, logprob) for token_id, logprob in entry.top]
-        return self._token_logprob(entry.token_id, entry.logprob) | {"top_logprobs": top}
-
-    def _token_logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        encoded = self._decoded(token_id).encode("utf-8", "replace")
-        return {"token": self._token(token_id), "logprob": logprob, "bytes": list(encoded)}
 
     def _finished(self, choice: dict[str, Any]) -> dict[str, Any]:
         message = choice["message"]

@@ -48,6 +48,8 @@ def chat_job(body: ChatCompletionRequest, model: ServedModel) -> Job:
         )
     shown = template_tools(tools, tool_choice)
     messages = template_messages([_flat(message) for message in given["messages"]])
+    if "developer" not in (model.chat_template or ""):  # templates that do not know it leave such messages out
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     prompt = _rendered(body, model, messages, shown)
     sampling = sampling_params(
         body, model, logprobs=(body.top_logprobs or 0) if body.logprobs else None, max_tokens=_max_tokens(body),

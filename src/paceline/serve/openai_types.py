@@ -56,11 +56,10 @@ class Speculation(Body):
     method: Literal["draft", "suffix", "hybrid"] | None = None
 
 
-class Generation(Body):
-    """What both completion endpoints take."""
+class Sampling(Body):
+    """What every generating endpoint takes, whatever its form."""
 
     model: str | None = None
-    max_tokens: Integer | None = None
     min_tokens: Integer | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -78,9 +77,29 @@ class Generation(Body):
     ignore_eos: Flag | None = None
     include_stop_str_in_output: Flag | None = None
     skip_special_tokens: Flag | None = None
-    n: Integer | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=_ONE_WORD)
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024,
+        description="Requests of different salts share neither cached prefixes nor what drafts are made from.",
+    )  # fmt: skip
+    priority: Integer = Field(0, description="Lower runs first.")
+    speculation: Speculation | None = None
+    # Accepted, because every client may send them, and without effect here: nothing is stored or billed.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Flag | None = None
+    service_tier: str | None = None
+
+
+class Generation(Sampling):
+    """What both completion endpoints take."""
+
+    max_tokens: Integer | None = None
+    n: Integer | None = None
     prompt_logprobs: Integer | None = None
     truncate_prompt_tokens: Annotated[int, Field(strict=True, ge=-1, lt=1 << 31)] | None = Field(
         None, description="Keep this many tokens of the prompt, its last ones; -1: as many as the model takes."
@@ -89,13 +108,6 @@ class Generation(Body):
     add_special_tokens: Flag | None = None
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = Field(False, description="In logprobs, `token_id:N` for a token's text.")
-    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=_ONE_WORD)
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=1024,
-        description="Requests of different salts share neither cached prefixes nor what drafts are made from.",
-    )  # fmt: skip
-    priority: Integer = Field(0, description="Lower runs first.")
-    speculation: Speculation | None = None
     return_token_details: Flag = Field(False, description="With each chunk: origin, logprob and round of every token.")
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -103,14 +115,8 @@ class Generation(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
-    # Accepted, because every client may send them, and without effect here: nothing is stored or billed.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    # Accepted, and without effect here.
     session_id: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: Flag | None = None
-    service_tier: str | None = None
     spaces_between_special_tokens: Flag | None = None
     # Their defaults alone can be honoured.
     use_beam_search: Literal[False] | None = None

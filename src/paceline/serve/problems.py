@@ -58,6 +58,8 @@ def _invalid(request: Request, error: RequestValidationError) -> Response:
     if details["type"] == "json_invalid":
         return error_response(400, f"the body is no valid JSON: {_json_problem(details, error.body)}")
     path = _path(details, error.body)
+    if not path and details["type"] == "paceline":  # about the body as a whole
+        return error_response(400, details["msg"], param=details.get("ctx", {}).get("name"))
     if not path:
         sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if isinstance(error.body, bytes) and not sent_as.endswith(_JSON_TYPES):

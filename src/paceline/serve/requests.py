@@ -17,7 +17,7 @@ import tokenizers
 from paceline.errors import RequestError
 from paceline.runtime.sampling import SamplingParams
 from paceline.runtime.sequence import Request, SpeculationParams
-from paceline.serve.openai_types import Generation
+from paceline.serve.openai_types import Generation, StreamOptions
 from paceline.serve.reasoning import ReasoningSplitter
 from paceline.serve.tools import ToolCallParser
 
@@ -54,6 +54,7 @@ class Job:
     tokens_as_ids: bool = False
     prompt_logprobs_wanted: bool = False  # as a field of their own, not only for an echo
     service_tier: str | None = None
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
 
     @property
     def num_choices(self) -> int:
@@ -74,6 +75,7 @@ def common_fields(body: Generation) -> dict[str, Any]:
         "tokens_as_ids": body.return_tokens_as_token_ids,
         "prompt_logprobs_wanted": body.prompt_logprobs is not None,
         "service_tier": None if body.service_tier is None else "default",
+        "stream_options": body.stream_options or StreamOptions(),
     }
 
 
