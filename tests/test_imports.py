@@ -21,7 +21,7 @@ ALLOWED = {
     "runtime": {"model", "kernels"},
     "build": {"checkpoints", "config", "kernels", "model", "runtime", "version"},
     "assemble": {"build", "config", "runtime"},
-    "serve": {"runtime"},
+    "serve": {"runtime", "version"},
     "generate": {"assemble", "build", "runtime", "serve"},
     "serving": {"assemble", "build", "config", "runtime", "serve"},
     "cli": {"assemble", "build", "config", "generate", "serve", "serving", "version"},

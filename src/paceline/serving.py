@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, EngineDeadError
 from paceline.serve.access import ServeOptions
 from paceline.serve.app import create_app
 from paceline.serve.requests import ServedModel
+from paceline.serve.tracing import tracer_provider
 from paceline.serve.worker import EngineWorker
 
 KEY_VARIABLE = "PACELINE_API_KEY"
@@ -105,9 +106,10 @@ def serve(
     opened = open_engine(folder, config=config, listener=Listener(say=say))
     model = served_model(opened)
     host, port = listener.getsockname()[:2]
+    provider = tracer_provider()
     worker = EngineWorker(opened.engine, opened.config.build.max_batch_size, max_queue)
     try:
-        app = create_app(model, worker, options)
+        app = create_app(model, worker, options, None if provider is None else provider.get_tracer("paceline"))
         shown = f"[{host}]" if ":" in host else host
         server = _Server(
             uvicorn.Config(
@@ -120,6 +122,8 @@ def serve(
     finally:
         worker.close()
         listener.close()
+        if provider is not None:
+            provider.shutdown()
     if worker.failure is not None:
         reason = f"{type(worker.failure).__name__}: {worker.failure}"
         raise EngineDeadError(f"the engine failed while serving: {reason}", hint="restart the server.")

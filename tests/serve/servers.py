@@ -43,14 +43,17 @@ class Running:
 
 
 @contextmanager
-def running(backend=None, *, drafter=None, max_queue=8, options=None, num_draft_tokens=4, template=TEMPLATE, **limits):
+def running(
+    backend=None, *, drafter=None, max_queue=8, options=None, num_draft_tokens=4, template=TEMPLATE, tracer=None,
+    **limits,
+):  # fmt: skip
     limits = {"max_seq_len": 2000, "max_batch_size": 4} | limits
     backend = backend or FakeBackend(VOCAB_SIZE, num_blocks=2000, context=1)
     engine = make_engine(backend, drafter=drafter, num_draft_tokens=num_draft_tokens, **limits)
     worker = EngineWorker(engine, limits["max_batch_size"], max_queue)
     method = None if drafter is None else "test"
     model = ServedModel("bytes", TOKENIZER, template, limits["max_seq_len"], method=method, num_draft_tokens=4)
-    app = create_app(model, worker, options or ServeOptions())
+    app = create_app(model, worker, options or ServeOptions(), tracer)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2))
     worker.on_failure = lambda: None
     listener = listen(Address(port=0))

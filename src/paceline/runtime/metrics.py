@@ -136,6 +136,7 @@ class Metrics:
     def record_finished(self, sequence: Sequence, now: float) -> None:
         stats = sequence.stats
         stats.finished_at = now
+        stats.finish_reason = sequence.finish_reason.value
         self.request_success[sequence.finish_reason.value] += 1
         self.e2e_request_latency_seconds.observe(now - stats.arrived_at)
         self.request_generation_tokens.observe(sequence.num_output_tokens)

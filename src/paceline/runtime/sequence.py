@@ -53,6 +53,7 @@ class SequenceStats:
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None
+    finish_reason: str | None = None
     num_rounds: int = 0  # target forward passes that yielded at least one token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

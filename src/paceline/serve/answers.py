@@ -26,12 +26,12 @@ class Usage:
 
     def __init__(self, job: Job, model: ServedModel):
         self._job, self._model = job, model
-        self._stats: dict[tuple[str, int], SequenceStats] = {}
+        self.stats: dict[tuple[str, int], SequenceStats] = {}  # by request id and choice
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
 
     def add(self, output: SequenceOutput) -> None:
-        self._stats[output.request_id, output.index] = output.stats
+        self.stats[output.request_id, output.index] = output.stats
         self.num_tokens += 0 if self._job.prompt_only else len(output.token_ids)
 
     @property
@@ -40,18 +40,18 @@ class Usage:
 
     @property
     def num_cached_tokens(self) -> int:
-        return max((stats.num_cached_tokens for stats in self._stats.values()), default=0)
+        return max((stats.num_cached_tokens for stats in self.stats.values()), default=0)
 
     def prediction_tokens(self) -> tuple[int, int]:
         """(accepted, rejected): tokens of the predictions that came in the outputs, and those that did not."""
-        accepted = sum(stats.num_matched_tokens for stats in self._stats.values())
+        accepted = sum(stats.num_matched_tokens for stats in self.stats.values())
         predicted = sum(len(r.prediction_token_ids) * r.sampling.n for r in self._job.requests)
         return accepted, max(0, predicted - accepted)
 
     def speculation(self) -> dict[str, Any]:
         wanted = self._job.requests[0].speculation
         method = (wanted.method or self._model.method) if wanted.enabled else None
-        return speculation_report(self._stats.values(), self.num_tokens, method)
+        return speculation_report(self.stats.values(), self.num_tokens, method)
 
     def body(self) -> dict[str, Any]:
         """As the completion endpoints spell it."""

@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import statistics
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,7 +20,6 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from paceline.errors import PacelineError, RequestTimeoutError
-from paceline.runtime.engine import Engine
 from paceline.serve.access import Access, ServeOptions
 from paceline.serve.answers import Answer, Event
 from paceline.serve.chat_answers import ChatAnswer
@@ -40,7 +38,12 @@ from paceline.serve.requests import Job, ServedModel, check_model
 from paceline.serve.response_answers import ResponseAnswer
 from paceline.serve.response_requests import response_job
 from paceline.serve.response_types import ResponseRequest
+from paceline.serve.statistics import current_statistics
+from paceline.serve.tracing import RequestTrace
 from paceline.serve.worker import EngineWorker, Stream
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 PAGE = Path(__file__).parent / "page"
 PAGE_POLICY = (
@@ -54,13 +57,15 @@ class _EventResponse(StreamingResponse):
 
     def __init__(self, served: _Served, headers: dict[str, str]):
         super().__init__(_events(served), media_type="text/event-stream", headers=headers)
-        self._stream = served.stream
+        self._served = served
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._stream.close()
+            served = self._served
+            served.stream.close()
+            served.trace.end(served.answer.id, served.answer.used, asyncio.CancelledError())  # if it has not ended yet
 
 
 @dataclass(frozen=True)
@@ -71,17 +76,21 @@ class _Served:
     stream: Stream
     answer: Answer
     deadline: float | None
+    trace: RequestTrace
 
 
-def create_app(model: ServedModel, worker: EngineWorker, options: ServeOptions) -> FastAPI:
-    """The API over an engine that runs in `worker`. The app owns neither: closing them is the caller's."""
+def create_app(
+    model: ServedModel, worker: EngineWorker, options: ServeOptions, tracer: Tracer | None = None
+) -> FastAPI:
+    """The API over an engine that runs in `worker`. The app owns neither: closing them is the caller's. With a `tracer`
+    every request leaves spans."""
     app = FastAPI(title="Paceline", summary="OpenAI-compatible completions with speculative decoding.",
                   docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse)  # fmt: skip
     for kind in (PacelineError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(Exception, on_surprise)
     _add_information(app, model, worker)
-    _add_generation(app, model, worker, options)
+    _add_generation(app, model, worker, options, tracer)
     if options.page and (PAGE / "index.html").is_file():
         _add_page(app)
     if options.cors_origins:
@@ -124,7 +133,7 @@ def _add_information(app: FastAPI, model: ServedModel, worker: EngineWorker) -> 
     @app.get("/stats")
     async def stats() -> Any:
         """What the page shows: the state now, and the recent past."""
-        return await worker.call(lambda engine: _statistics(engine, worker, model))
+        return await worker.call(lambda engine: current_statistics(engine, worker, model))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Any:
@@ -138,7 +147,9 @@ def _add_information(app: FastAPI, model: ServedModel, worker: EngineWorker) -> 
         return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def _add_generation(app: FastAPI, model: ServedModel, worker: EngineWorker, options: ServeOptions) -> None:
+def _add_generation(
+    app: FastAPI, model: ServedModel, worker: EngineWorker, options: ServeOptions, tracer: Tracer | None
+) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletionRequest, request: Request) -> Response:
         job = chat_job(body, model)
@@ -160,11 +171,17 @@ def _add_generation(app: FastAPI, model: ServedModel, worker: EngineWorker, opti
         raise HTTPException(404, message)
 
     async def serve(job: Job, answer: Answer, body: Any, request: Request) -> Response:
-        await _compile_grammar(worker, job)
-        stream = await worker.submit(job.requests)
+        operation = "text_completion" if isinstance(answer, CompletionAnswer) else "chat"
+        trace = RequestTrace(tracer, operation, request.headers, job, model)
+        try:
+            await _compile_grammar(worker, job)
+            stream = await worker.submit(job.requests)
+        except BaseException as error:
+            trace.end(answer.id, answer.used, error)
+            raise
         seconds = options.request_timeout_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
-        served = _Served(job, stream, answer, deadline)
+        served = _Served(job, stream, answer, deadline, trace)
         headers = {"x-request-id": answer.id}
         if body.stream:
             headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -195,7 +212,7 @@ async def _compile_grammar(worker: EngineWorker, job: Job) -> None:
 
 async def _outputs(served: _Served) -> AsyncIterator[list[Event]]:
     """The events of each output. Whatever ends the iteration, the requests are over then."""
-    outputs = aiter(served.stream)
+    outputs, ended_by = aiter(served.stream), None
     try:
         while True:
             try:
@@ -209,8 +226,12 @@ async def _outputs(served: _Served) -> AsyncIterator[list[Event]]:
                     hint="ask for fewer tokens, or start the server with a larger `--request-timeout`.",
                 ) from error
             yield served.answer.add(output)
+    except BaseException as error:
+        ended_by = error
+        raise
     finally:
         served.stream.close()
+        served.trace.end(served.answer.id, served.answer.used, ended_by)
 
 
 async def _whole(served: _Served, request: Request) -> None:
@@ -259,43 +280,3 @@ def _event(event: Event) -> str:
     name, data = event
     line = "" if name is None else f"event: {name}\n"
     return f"{line}data: {json.dumps(data, separators=(',', ':'))}\n\n"
-
-
-def _statistics(engine: Engine, worker: EngineWorker, model: ServedModel) -> dict[str, Any]:
-    metrics = engine.metrics
-    recent = [(speculated, stats, tokens) for speculated, stats, tokens in worker.recent if stats.first_token_at]
-    ttft = [(stats.first_token_at - stats.arrived_at) * 1e3 for _, stats, _ in recent]
-    decoding = [(s, (stats.last_token_at - stats.first_token_at) / (n - 1)) for s, stats, n in recent if n > 1]
-    drafted, accepted = [0] * 64, [0] * 64
-    for _, stats, _ in recent:
-        for position in range(min(64, len(stats.drafted_per_position))):
-            drafted[position] += stats.drafted_per_position[position]
-            accepted[position] += stats.accepted_per_position[position]
-    steps = metrics.iteration_tokens_total
-    return {
-        "num_requests_running": metrics.num_requests_running,
-        "num_requests_waiting": metrics.num_requests_waiting,
-        "kv_cache_usage": round(metrics.kv_cache_usage_perc, 4),
-        "rows_per_step": round(steps.sum / steps.count, 2) if steps.count else None,
-        "method": model.method,
-        "num_draft_tokens": model.num_draft_tokens,
-        "acceptance_per_position": [round(a / d, 4) for d, a in zip(drafted, accepted, strict=True) if d],
-        "ttft_ms": _percentiles(ttft),
-        "itl_ms": _percentiles([seconds * 1e3 for _, seconds in decoding]),
-        "tokens_per_second": {
-            name: _rate([seconds for speculated, seconds in decoding if speculated == wanted])
-            for name, wanted in (("speculated", True), ("plain", False))
-        },
-    }
-
-
-def _percentiles(values: list[float]) -> dict[str, float | None]:
-    if not values:
-        return {"p50": None, "p95": None}
-    ordered = sorted(values)
-    return {"p50": round(statistics.median(ordered), 3), "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3)}
-
-
-def _rate(seconds_per_token: list[float]) -> float | None:
-    total = sum(seconds_per_token)
-    return round(len(seconds_per_token) / total, 2) if total > 0 else None
