@@ -140,6 +140,16 @@ def test_kv_cache_is_no_larger_than_the_limits_can_use(engines, tiny):
     assert 256 <= opened.target.num_blocks * opened.target.block_size <= 300 + 16 * (4 + 1)
 
 
+def test_kv_cache_is_what_a_small_server_needs_unless_told_otherwise(engines, tiny):
+    model = tiny("llama")[0]
+    asked = {"build": {"max_batch_size": 2048}}
+    by_default = open_engine(engines(), config=config_of(model, runtime={}, **asked))
+    assert by_default.num_cache_tokens == assemble.DEFAULT_CACHE_TOKENS
+    assert by_default.kv_cache_bytes == by_default.target.keys.nbytes + by_default.target.values.nbytes
+    larger = open_engine(engines(), config=config_of(model, runtime={"kv_cache_free_mem_fraction": 0.4}, **asked))
+    assert larger.num_cache_tokens > 2 * by_default.num_cache_tokens
+
+
 def test_kv_budget_is_kept(engines, tiny):
     config = config_of(tiny("llama")[0], runtime={"kv_cache_bytes": 300_000})
     opened = open_engine(engines("int8", 1), config=config)

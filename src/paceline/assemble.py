@@ -37,6 +37,8 @@ from paceline.runtime.sampling_native import NativeSamplingKernels
 from paceline.runtime.speedup import CostTable, cheapest_num_rows
 from paceline.runtime.verify import Verifier
 
+DEFAULT_CACHE_TOKENS = 65_536
+
 
 @dataclass(frozen=True)
 class OpenEngine:
@@ -49,6 +51,12 @@ class OpenEngine:
     chat_template: str | None
     target: Backend
     draft: Backend | None
+    kv_cache_bytes: int  # once it is full; until then, what is used
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.target.num_blocks * self.target.block_size
 
 
 def open_engine(
@@ -89,7 +97,10 @@ def open_engine(
     kernels = NativeSamplingKernels(pool) if pool else TorchSamplingKernels()
     engine = _engine(manifest, config, tokenizer, backends, kernels, speculation, seed)
     template = read_small_file(folder, TEMPLATE, manifest)
-    return OpenEngine(engine, manifest, config, tokenizer, template, backends["target"], backends.get("draft"))
+    cache_bytes = backends["target"].num_blocks * _block_bytes(manifest, weights)
+    return OpenEngine(
+        engine, manifest, config, tokenizer, template, backends["target"], backends.get("draft"), cache_bytes
+    )
 
 
 def runtime_config(folder: Path, overrides: SequenceOf[Override | str]) -> Config:
@@ -122,14 +133,20 @@ def _kv_dtype(quantization: str) -> torch.dtype:
     return torch.float32 if quantization == "float32" else torch.bfloat16
 
 
+def _block_bytes(manifest: Manifest, weights: Mapping[str, ModelWeights]) -> int:
+    """Bytes of one KV block of all models together."""
+    kv_dtype = _kv_dtype(manifest.target.quantization)
+    return sum(block_bytes(model.architecture, kv_dtype) for model in weights.values())
+
+
 def _backends(
     manifest: Manifest, config: Config, weights: Mapping[str, ModelWeights], pool: ThreadPool | None, device: str
 ) -> dict[str, Backend]:
     """Open each model with as many KV blocks as the memory allows and the limits can use."""
     kv_dtype = _kv_dtype(manifest.target.quantization)
-    per_block = sum(block_bytes(model.architecture, kv_dtype) for model in weights.values())
+    per_block = _block_bytes(manifest, weights)
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-    budget = config.runtime.kv_cache_bytes or int(free * config.runtime.kv_cache_free_mem_fraction)
+    budget = _cache_budget(config, free, per_block, manifest.max_seq_len)
     useful_tokens = config.build.max_batch_size * manifest.max_seq_len
     if config.runtime.total_token_limit is not None:
         useful_tokens = min(useful_tokens, max(config.runtime.total_token_limit, manifest.max_seq_len))
@@ -153,6 +170,18 @@ def _backends(
         )
         for role, model in weights.items()
     }
+
+
+def _cache_budget(config: Config, free_bytes: int, block_bytes: int, max_seq_len: int) -> int:
+    """Bytes that the KV caches may take. Memory is touched as it is used, and in time prefixes fill all there is: the
+    default is therefore what a small server needs, not what the machine has."""
+    runtime = config.runtime
+    if runtime.kv_cache_bytes is not None:
+        return runtime.kv_cache_bytes
+    if runtime.kv_cache_free_mem_fraction is not None:
+        return int(free_bytes * runtime.kv_cache_free_mem_fraction)
+    num_blocks = -(-max(DEFAULT_CACHE_TOKENS, max_seq_len) // BLOCK_SIZE)
+    return min(free_bytes // 2, num_blocks * block_bytes)
 
 
 def _size(num_bytes: int) -> str:

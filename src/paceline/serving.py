@@ -43,6 +43,15 @@ def served_model(opened: OpenEngine) -> ServedModel:
     )
 
 
+def _facts(opened: OpenEngine) -> str:
+    """What whoever starts a server should know of it at once."""
+    size = opened.kv_cache_bytes / 1e9
+    return (
+        f"method: {opened.manifest.method or 'off'}; KV cache: {opened.num_cache_tokens:,} tokens, {size:.1f} GB when "
+        "full"
+    )
+
+
 def read_api_keys(file: Path | None) -> tuple[str, ...]:
     """Keys from a file, one per line, and from the environment. Raises ConfigError if the file cannot be read or has
     none: a server that was meant to be closed must not be open."""
@@ -115,7 +124,7 @@ def serve(
             uvicorn.Config(
                 app, log_config=None, lifespan="off", timeout_graceful_shutdown=drain_seconds, server_header=False
             ),
-            lambda: say(f"serving {model.name} on http://{shown}:{port}/v1 (method: {model.method or 'off'})"),
+            lambda: say(f"serving {model.name} on http://{shown}:{port}/v1 ({_facts(opened)})"),
         )
         worker.on_failure = lambda: setattr(server, "should_exit", True)
         server.run(sockets=[listener])

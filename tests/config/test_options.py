@@ -25,7 +25,7 @@ def test_expectations_in_words():
     assert expects["device"] == "one of `auto`, `cpu`, `cuda`"
     assert expects["max_seq_len"] == "a whole number from 1 to 1048576 (or left out)"
     assert expects["runtime.total_token_limit"] == "a whole number from 1 to 1099511627776 (or `null`)"
-    assert expects["runtime.kv_cache_free_mem_fraction"] == "a number above 0 and at most 1"
+    assert expects["runtime.kv_cache_free_mem_fraction"] == "a number above 0 and at most 1 (or left out)"
     assert expects["build.autotune"] == "`true` or `false`"
     assert expects["served_model_name"] == "one line of text (or left out)"
 

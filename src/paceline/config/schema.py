@@ -209,8 +209,10 @@ class RuntimeOptions(Options):
     kv_cache_bytes: Integer | None = Field(
         None, ge=1, le=1 << 50, description="Memory of the KV caches, in bytes; wins over the fraction when set."
     )
-    kv_cache_free_mem_fraction: float = Field(
-        0.5, gt=0, le=1, strict=True, description="Most of the memory free after loading that the KV caches may take."
+    kv_cache_free_mem_fraction: Annotated[float, Field(gt=0, le=1, strict=True)] | None = Field(
+        None,
+        description="Share of the memory free after loading that the KV caches may take; unset is room for 65,536 "
+        "tokens, or for one sequence of full length, and at most half.",
     )
     total_token_limit: Integer | None = Field(
         500_000, ge=1, le=1 << 40, description="Most tokens of all running requests together; `null` is no limit."
