@@ -145,7 +145,7 @@ def test_missing_model():
          '"sufix" (c.yaml:2)', None),
         ("speculation: draft", "`speculation.draft` is needed by `method: draft` (c.yaml:2)", None),
         ("runtime: {kv_cache_free_mem_fraction: 1.5}", "`runtime.kv_cache_free_mem_fraction` must be a number above 0 "
-         "and at most 1, got 1.5 (c.yaml:2)", None),
+         "and at most 1 (or left out), got 1.5 (c.yaml:2)", None),
         ("runtime: {total_token_limit: 5}\nmax_seq_len: 6", "`runtime.total_token_limit` must be at least "
          "`max_seq_len` (6), got 5 (c.yaml:2)", None),
         ("preset: none", "`preset` must be one of `llama-3.1-70b-8b`, `qwen2.5-coder-0.5b`, `qwen2.5-coder-14b-0.5b`, "
